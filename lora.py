@@ -1,0 +1,387 @@
+"""LoRA in one file: W = W0 + (alpha / r) B A  (Hu et al. 2021, arXiv 2106.09685, section 4.1).
+
+        x (.., in) ──────────► W0 (out, in), frozen ───────────────► + ──► y (.., out)
+              │                                                      ▲
+              └─► dropout ─► A (r, in) ─► B (out, r) ─► * alpha / r ─┘
+
+A starts Kaiming-uniform, B starts at zero, so training starts exactly at the base model.
+
+One layer, one mechanism. A layer holds any number of named adapters beside one frozen base, and a
+selection that all layers of a model share says which adapter acts on which rows of the batch:
+
+        selection                               y
+        [("trainable", None)]                   base(x) + update of the adapter in training
+        []                                      base(x): the reference policy, for free
+        [("v17", None)]                         base(x) + update of version 17: the sampler
+        [("a", 0:3), ("b", 3:5)]                rows 0-2 with a, rows 3-4 with b, the rest the base
+
+so the trainer, the reference and every sampler version share one set of base tensors.
+
+Axes: S rows (sequences), R rank. Adapter tensors are fp32 masters, used in the base's dtype.
+
+Left out on purpose: variants (DoRA, rsLoRA, LoRA+), biases, embeddings and the output head as
+targets, and merging as a side effect of train() or eval(): merging is a call that one sees.
+
+    python lora.py Qwen/Qwen3-4B-Instruct-2507 --rank 8       what is trained, stored and shipped
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+TRAINABLE = "trainable"  # the name of the one adapter that has gradients
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
+FORBIDDEN_TARGETS = ("embed_tokens", "lm_head")  # tied in small models: an update would reach both
+MODEL_FACTS = Path(__file__).parent / "configs" / "models"
+
+Segments = list[tuple[str, slice | Tensor | None]]
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """What an adapter is, apart from its numbers.
+
+    alpha / rank scales the update; 32 is the value of LoRA Without Regret (Thinking Machines, 2025)
+    and of prime-rl, and with it the best learning rate hardly depends on the rank.
+    """
+
+    rank: int = 8
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = TARGETS
+
+    def __post_init__(self):
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, not {self.rank!r}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"alpha must be a positive number, not {self.alpha!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name at least one projection")
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
+class Selection:
+    """Which adapter acts on which rows; one object, shared by all LoRA layers of a model."""
+
+    def __init__(self):
+        self.segments: Segments = [(TRAINABLE, None)]
+        self.names: set[str] = set()  # of all adapters that the model holds
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer and the named adapters beside it."""
+
+    def __init__(self, base: nn.Module, selection: Selection):
+        super().__init__()
+        self.base = base
+        self.selection = selection
+        self.lora_A = nn.ParameterDict()  # name -> (R, in)
+        self.lora_B = nn.ParameterDict()  # name -> (out, R)
+        self.scaling: dict[str, float] = {}
+        self.dropout: dict[str, float] = {}
+        self.merged: Tensor | None = None  # W0 + scaling B A, see merge_lora
+
+    def add(self, name: str, A: Tensor, B: Tensor, config: LoRAConfig) -> None:
+        self.lora_A[name] = Parameter(A, requires_grad=name == TRAINABLE)
+        self.lora_B[name] = Parameter(B, requires_grad=name == TRAINABLE)
+        self.scaling[name] = config.scaling
+        # A frozen adapter samples or refers, and does so without dropout whatever the model's mode.
+        self.dropout[name] = config.dropout if name == TRAINABLE else 0.0
+
+    def remove(self, name: str) -> None:
+        for store in (self.lora_A, self.lora_B, self.scaling, self.dropout):
+            del store[name]
+        if name == TRAINABLE:
+            self.merged = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        segments = self.selection.segments
+        if self.merged is not None and segments == [(TRAINABLE, None)]:
+            return F.linear(x, self.merged, self.base.bias)
+        y = self.base(x)
+        for name, rows in segments:
+            if name not in self.lora_A:
+                continue  # this adapter leaves this layer alone
+            if rows is None:
+                y = y + self.update(name, x)
+            else:
+                y[rows] = y[rows] + self.update(name, x[rows])
+        return y
+
+    def update(self, name: str, x: Tensor) -> Tensor:
+        """(alpha / r) B A dropout(x), in x's dtype."""
+        x = F.dropout(x, self.dropout[name], self.training)
+        A, B = self.lora_A[name].to(x.dtype), self.lora_B[name].to(x.dtype)
+        # Scaled while it is narrow: R numbers a row instead of `out`.
+        return F.linear(F.linear(x, A) * self.scaling[name], B)
+
+
+# --- putting it in -------------------------------------------------------------------------------
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """The LoRA layers of a model by their module names."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]:
+    """Names of the linear layers whose last name component is one of `target_modules`.
+
+    Raises ValueError for the embedding or the head as a target and if nothing matches. A name that
+    matches nothing is ignored with one warning ("experts", a default, without).
+    """
+    if isinstance(target_modules, str):
+        raise ValueError(f"target_modules must be a list of names, not {target_modules!r}")
+    for name in FORBIDDEN_TARGETS:
+        if name in target_modules:
+            raise ValueError(
+                f"{name} cannot be a target: input and output embeddings may be one tensor (tied), "
+                "and an update of one would change the other; name projections instead"
+            )
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, LoRALinear)) and not name.endswith(".base")
+    }
+    names = [name for name in linear if name.rpartition(".")[2] in target_modules]
+    available = sorted({name.rpartition(".")[2] for name in linear} - set(FORBIDDEN_TARGETS))
+    if not names:
+        raise ValueError(
+            f"target_modules {list(target_modules)} match no layer of this model; "
+            f"its projections are {available}"
+        )
+    unknown = [t for t in target_modules if t not in available and t != "experts"]
+    if unknown:
+        warnings.warn(f"target_modules {unknown} are not in this model and ignored", stacklevel=3)
+    return names
+
+
+def _wrap(model: nn.Module, names: list[str]) -> list[LoRALinear]:
+    """Puts a LoRA layer around each named linear layer that has none yet."""
+    if not hasattr(model, "lora_selection"):
+        model.lora_selection = Selection()
+    layers = []
+    for name in names:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        child = name.rpartition(".")[2]
+        layer = getattr(parent, child)
+        if not isinstance(layer, LoRALinear):
+            layer = LoRALinear(layer, model.lora_selection)
+            setattr(parent, child, layer)
+        layers.append(layer)
+    return layers
+
+
+def inject_lora(model: nn.Module, config: LoRAConfig) -> list[str]:
+    """Freezes the model and adds the trainable adapter; returns the names of the adapted layers.
+
+    A is Kaiming-uniform with a = sqrt(5), i.e. uniform in +-1/sqrt(in), drawn from torch's global
+    generator; B is zero. Raises ValueError if the model has a trainable adapter already.
+    """
+    if any(TRAINABLE in layer.lora_A for layer in lora_layers(model).values()):
+        raise ValueError("the model has a trainable adapter already; an adapter is injected once")
+    names = target_names(model, config.target_modules)
+    model.requires_grad_(False)
+    beyond = []
+    for name, layer in zip(names, _wrap(model, names), strict=True):
+        rows, columns = layer.base.weight.shape
+        device = layer.base.weight.device
+        A = torch.empty(config.rank, columns, dtype=torch.float32, device=device)
+        nn.init.kaiming_uniform_(A, a=math.sqrt(5))
+        B = torch.zeros(rows, config.rank, dtype=torch.float32, device=device)
+        layer.add(TRAINABLE, A, B, config)
+        if config.rank > min(rows, columns):
+            beyond.append(name)
+    model.lora_selection.names.add(TRAINABLE)
+    if beyond:
+        warnings.warn(
+            f"rank {config.rank} is larger than the smaller side of {len(beyond)} layers "
+            f"(first: {beyond[0]}): allowed, but a smaller rank has the same reach",
+            stacklevel=2,
+        )
+    return names
+
+
+def lora_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """The trainable adapter: "<layer>.lora_A.weight" (R, in), "<layer>.lora_B.weight" (out, R)."""
+    parameters = {}
+    for name, layer in lora_layers(model).items():
+        if TRAINABLE in layer.lora_A:
+            parameters[f"{name}.lora_A.weight"] = layer.lora_A[TRAINABLE]
+            parameters[f"{name}.lora_B.weight"] = layer.lora_B[TRAINABLE]
+    return parameters
+
+
+def add_adapter(
+    model: nn.Module, name: str, config: LoRAConfig, tensors: dict[str, Tensor]
+) -> None:
+    """Adds a frozen adapter under `name`, beside whatever the model holds.
+
+    tensors: names and shapes as lora_parameters gives them. Raises ValueError if the name is taken,
+    or if a tensor has no layer, no partner, or another shape than layer and rank demand.
+    """
+    if name == TRAINABLE or "." in name:
+        raise ValueError(f"{name!r} cannot name a frozen adapter (reserved, or it holds a dot)")
+    if any(name in layer.lora_A for layer in lora_layers(model).values()):
+        raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")
+    layers = {key.rpartition(".lora_")[0] for key in tensors}
+    modules = {
+        module_name: module
+        for module_name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, LoRALinear))
+        and module_name.rpartition(".")[2] not in ("base", *FORBIDDEN_TARGETS)
+    }
+    for layer_name in sorted(layers):
+        if layer_name not in modules:
+            raise ValueError(f"adapter {name!r}: the model has no projection {layer_name!r}")
+        layer = modules[layer_name]
+        out_size, in_size = getattr(layer, "base", layer).weight.shape
+        for matrix, shape in (("A", (config.rank, in_size)), ("B", (out_size, config.rank))):
+            found = tensors.get(f"{layer_name}.lora_{matrix}.weight")
+            if found is None or tuple(found.shape) != shape:
+                raise ValueError(
+                    f"adapter {name!r}: {layer_name}.lora_{matrix}.weight must have shape {shape}, "
+                    f"found {'nothing' if found is None else tuple(found.shape)}"
+                )
+    names = sorted(layers)
+    for layer_name, layer in zip(names, _wrap(model, names), strict=True):
+        device = layer.base.weight.device
+        A = tensors[f"{layer_name}.lora_A.weight"].to(device, torch.float32)
+        B = tensors[f"{layer_name}.lora_B.weight"].to(device, torch.float32)
+        layer.add(name, A, B, config)
+    model.lora_selection.names.add(name)
+
+
+def remove_adapter(model: nn.Module, name: str) -> None:
+    """Forgets the adapter `name`; KeyError if no layer has it."""
+    layers = [layer for layer in lora_layers(model).values() if name in layer.lora_A]
+    if not layers:
+        raise KeyError(f"no adapter named {name!r}")
+    for layer in layers:
+        layer.remove(name)
+    model.lora_selection.names.remove(name)
+
+
+# --- choosing, disabling, merging ----------------------------------------------------------------
+
+
+@contextmanager
+def use_adapters(model: nn.Module, segments: Segments) -> Iterator[None]:
+    """Inside, each (name, rows) of `segments` applies its adapter to those rows of the batch.
+
+    rows: a slice or an index tensor on the first axis, None for all; rows in no segment get the
+    base. Segments must not overlap. ValueError for a name that the model does not hold: it would
+    be the base that answers, and nobody would notice.
+    """
+    selection = getattr(model, "lora_selection", Selection())  # without adapters: one without names
+    for name, _ in segments:
+        if name not in selection.names:
+            raise ValueError(f"no adapter named {name!r}; there are {sorted(selection.names)}")
+    before, selection.segments = selection.segments, segments
+    try:
+        yield
+    finally:
+        selection.segments = before
+
+
+def adapter_disabled(model: nn.Module):
+    """Context manager: inside, the model is its base, bit for bit, merged or not."""
+    return use_adapters(model, [])
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """From here to unmerge_lora the model computes with W0 + (alpha / r) B A as one matrix.
+
+    The merged matrix (summed in fp32, in the base's dtype) is a snapshot that stands beside the
+    base; the base tensors are never written, so unmerging restores them bit for bit. Calling it
+    again takes a new snapshot.
+    """
+    for layer in lora_layers(model).values():
+        if TRAINABLE in layer.lora_A:
+            A, B = layer.lora_A[TRAINABLE], layer.lora_B[TRAINABLE]
+            W0 = layer.base.weight
+            layer.merged = (W0.float() + layer.scaling[TRAINABLE] * (B @ A)).to(W0.dtype)
+
+
+def unmerge_lora(model: nn.Module) -> None:
+    """Undoes merge_lora; without one, nothing happens."""
+    for layer in lora_layers(model).values():
+        layer.merged = None
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+def size_table(model: nn.Module, config: LoRAConfig) -> str:
+    """The worked example: what each projection holds and what its adapter does, r (in + out).
+
+    `model` may live on the meta device. Layers of equal name and shape are one row.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    rows: dict[tuple[str, int, int], int] = {}
+    for name in target_names(model, config.target_modules):
+        key = (name.rpartition(".")[2], *model.get_submodule(name).weight.shape)
+        rows[key] = rows.get(key, 0) + 1
+    lines = [f"{'projection':<12}{'shape':>16}{'full':>16}{'adapter':>12}{'layers':>8}"]
+    adapted_total = adapter_total = 0
+    for (name, out_size, in_size), layers in rows.items():
+        full, adapter = out_size * in_size, config.rank * (out_size + in_size)
+        shape = f"{out_size} x {in_size}"
+        lines.append(f"{name:<12}{shape:>16}{full:>16,}{adapter:>12,}{layers:>8}")
+        adapted_total += layers * full
+        adapter_total += layers * adapter
+    layers = max(rows.values())
+    lines += [
+        f"{'one layer':<28}{adapted_total // layers:>16,}{adapter_total // layers:>12,}",
+        f"{'all layers':<28}{adapted_total:>16,}{adapter_total:>12,}",
+        f"{'the model':<28}{total:>16,}{adapter_total / total:>12.2%}",
+        "",
+        f"shipped a step, fp32: adapter {adapter_total * 4 / 1e6:,.1f} MB, "
+        f"all weights {total * 4 / 1e6:,.1f} MB: 1/{total / adapter_total:.0f}",
+    ]
+    return "\n".join(lines)
+
+
+def main(
+    model: Annotated[str, tyro.conf.arg(constructor=str), tyro.conf.Positional],
+    rank: int = 8,
+    target_modules: tuple[str, ...] = TARGETS,
+) -> None:
+    """Prints what a LoRA adapter trains, stores and ships for a model.
+
+    Args:
+        model: checkpoint directory, config.json, or Hub id (configs/models/ needs no download).
+        rank: rank of every adapter.
+        target_modules: names of the adapted projections.
+    """
+    from model import Qwen3, Qwen3Config  # only this command knows which model it counts
+
+    facts = MODEL_FACTS / f"{model.rpartition('/')[2]}.json"
+    use_facts = facts.is_file() and not Path(model).exists()
+    with torch.device("meta"):
+        shapes = Qwen3(Qwen3Config.from_pretrained(facts if use_facts else model))
+    print(f"{model}, rank {rank}\n")
+    print(size_table(shapes, LoRAConfig(rank=rank, target_modules=target_modules)))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except ValueError as error:
+        raise SystemExit(f"lora.py: {error}") from None

@@ -1,0 +1,509 @@
+"""Qwen3 in one file: the dense model, its key-value cache, a strict loader, a head without logits.
+
+    x = embed(ids)
+    for each layer:   x = x + attention(norm(x));  x = x + mlp(norm(x))
+    logits = norm(x) @ head.T                      head = embed.weight where the embeddings are tied
+
+What makes it Qwen3 (arXiv 2505.09388): K key-value heads shared by groups of H/K query heads, an
+RMSNorm on every single query and key head before the rotary embedding, SwiGLU, no biases, and a
+head_dim that need not be hidden_size / H.
+
+Parameters carry Hugging Face's names ("model.layers.0.self_attn.q_proj.weight"), so a checkpoint is
+loaded without a mapping table, and every tensor must be there, be used, and have its shape.
+
+Axes: S sequences, T tokens, D hidden, V vocabulary, H query heads, K key-value heads, C channels of
+a head (head_dim), L layers.
+
+Left out on purpose: LoRA (lora.py puts it in from outside), rope scaling and sliding windows (a
+checkpoint that asks for one is refused by name), attention dropout, training of the output head.
+"""
+
+import json
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """The fields of config.json that shape the computation, under Hugging Face's names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    torch_dtype: str = "float32"
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "Qwen3Config":
+        """Reads config.json (from a checkpoint directory, a Hub id, or the JSON file itself).
+
+        Raises ValueError for another architecture and for any setting that this file does not
+        compute: a wrong answer without a word is worse than none.
+        """
+        file = Path(path)
+        if file.suffix != ".json":
+            file = checkpoint_directory(path) / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file; a checkpoint directory needs a config.json")
+        return cls.from_dict(read_json(file), str(file))
+
+    @classmethod
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "Qwen3Config":
+        """As from_pretrained, from the parsed JSON; `where` names the source in errors."""
+        if raw.get("model_type") != "qwen3":
+            raise ValueError(
+                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3' is implemented"
+            )
+        # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
+        rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        required = {
+            "rope type": (rope_type, "default"),
+            "partial_rotary_factor": (rotary_share or 1.0, 1.0),
+            "use_sliding_window": (raw.get("use_sliding_window") or False, False),
+            "layer_types": (set(raw.get("layer_types") or ["full_attention"]), {"full_attention"}),
+            "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
+            "attention_dropout": (raw.get("attention_dropout") or 0.0, 0.0),
+        }
+        for name, (found, implemented) in required.items():
+            if found != implemented:
+                raise ValueError(
+                    f"{where}: {name} {found!r} is not implemented (only {implemented!r} is)"
+                )
+        hidden, heads = raw.get("hidden_size") or 0, raw.get("num_attention_heads") or 1
+        values = {
+            "rope_theta": rope.get("rope_theta", raw.get("rope_theta")),
+            "head_dim": raw.get("head_dim") or hidden // heads,
+            "torch_dtype": raw.get("dtype") or raw.get("torch_dtype") or cls.torch_dtype,
+        }
+        for name in cls.__dataclass_fields__:
+            values.setdefault(name, raw.get(name))
+        values = {name: value for name, value in values.items() if value is not None}
+        missing = [
+            name
+            for name, field in cls.__dataclass_fields__.items()
+            if name not in values and field.default is MISSING
+        ]
+        if missing:
+            raise ValueError(f"{where}: missing {', '.join(missing)}")
+        return cls(**values)
+
+
+# --- key-value cache -----------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of `slots` token streams, `capacity` tokens each, allocated once.
+
+    keys, values: (L, slots, K, capacity, C). A slot belongs to one stream; which tokens it holds is
+    the caller's knowledge (rollout.py), since only the caller knows which adapter computed them.
+    """
+
+    def __init__(self, config: Qwen3Config, slots: int, capacity: int, dtype, device="cpu"):
+        shape = (
+            config.num_hidden_layers,
+            slots,
+            config.num_key_value_heads,
+            capacity,
+            config.head_dim,
+        )
+        self.slots, self.capacity = slots, capacity
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Gives slot `target` the first `length` tokens of slot `source`."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchanges two slots, so that the live streams can stay side by side in slots 0..n-1."""
+        for tensor in (self.keys, self.values):
+            tensor[:, [a, b]] = tensor[:, [b, a]]
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, config: Qwen3Config, dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary embedding (arXiv 2104.09864) at `positions` (..., T): (..., T, C).
+
+    Half-split layout, as in Hugging Face's checkpoints: channel i turns together with i + C/2.
+
+        [ x_0 ... x_{C/2-1} | x_{C/2} ... x_{C-1} ]      angle_i = position * theta^(-2i/C)
+    """
+    channels = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    # Written as transformers does: theta^(-x) rounds otherwise, which 8,000 positions multiply.
+    frequencies = 1.0 / config.rope_theta ** (channels / config.head_dim)
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotary embedding to (..., T, C)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+@dataclass
+class CacheWrite:
+    """Where a forward pass over new tokens reads and writes the cache.
+
+    rows: the slots, as a slice (a view: the decode path copies nothing) or an index tensor (S,).
+    positions: (S, T) place of each new token in its stream. valid: (S, T) or None when every token
+    is real. visible: (S, 1, T, Tk) which cached keys each new token sees.
+    """
+
+    cache: KVCache
+    rows: slice | Tensor
+    row_numbers: Tensor
+    positions: Tensor
+    valid: Tensor | None
+    visible: Tensor
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with an RMSNorm on each query and key head."""
+
+    def __init__(self, config: Qwen3Config, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, write: CacheWrite | None) -> Tensor:
+        S, T, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(S, T, self.heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(S, T, self.kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(x).view(S, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (S, H, T, C), (S, K, T, C)
+        if write is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            out = self.attend_to_cache(q, k, v, write)
+        return self.o_proj(out.transpose(1, 2).reshape(S, T, -1))
+
+    def attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, write: CacheWrite) -> Tensor:
+        keys, values = write.cache.keys[self.layer], write.cache.values[self.layer]
+        rows, positions = write.row_numbers[:, None].expand_as(write.positions), write.positions
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # (S, T, K, C), the order of indexed writes
+        if write.valid is None:
+            keys[rows, :, positions], values[rows, :, positions] = k, v
+        else:  # padding is never written: a slot has room for its own stream only
+            rows, positions = rows[write.valid], positions[write.valid]
+            keys[rows, :, positions], values[rows, :, positions] = k[write.valid], v[write.valid]
+        S, _, T, C = q.shape
+        length = write.visible.shape[-1]
+        keys, values = keys[write.rows, :, :length], values[write.rows, :, :length]
+        # The H/K query heads of a group stand side by side on the query axis, so that keys and
+        # values are read once and never repeated.
+        group = self.heads // self.kv_heads
+        q = q.reshape(S, self.kv_heads, group * T, C)
+        visible = write.visible.repeat(1, 1, group, 1)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        return out.view(S, self.heads, T, C)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each behind its norm and beside a residual path."""
+
+    def __init__(self, config: Qwen3Config, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, write: CacheWrite | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, write)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, last norm: what Hugging Face's names call "model."."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, write: CacheWrite | None = None
+    ) -> Tensor:
+        x = self.embed_tokens(input_ids)  # (S, T, D)
+        cos, sin = rotary_angles(positions, self.config, x.dtype)
+        if positions.dim() == 2:
+            cos, sin = cos[:, None], sin[:, None]  # (S, 1, T, C), one for all heads
+        for layer in self.layers:
+            x = layer(x, cos, sin, write)
+        return self.norm(x)
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+class Qwen3(nn.Module):
+    """A Qwen3 language model; see the three ways to call it: forward, token_logprobs, extend."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, D): the output head; the embedding itself where the two are tied."""
+        tied = self.config.tie_word_embeddings
+        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids (S, T) int64 -> logits (S, T, V). Pad on the right: no token sees it."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return F.linear(self.model(input_ids, positions), self.head_weight)
+
+    def token_logprobs(
+        self, input_ids: Tensor, mask: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the tokens that are there, without the logits of all others.
+
+        input_ids (S, T); mask (S, T-1), true at t where token t+1 is wanted. Returns logprobs and
+        entropy, (S, T-1) fp32 in nats at `temperature`: of token t+1 given tokens 0..t, zero where
+        the mask is. Only wanted positions meet the head. logprobs carry gradient, entropy none.
+        """
+        if mask.shape != (input_ids.shape[0], input_ids.shape[1] - 1):
+            raise ValueError(
+                f"mask {tuple(mask.shape)} must be (S, T-1) of input_ids {tuple(input_ids.shape)}"
+            )
+        if torch.is_grad_enabled() and self.head_weight.requires_grad:
+            raise ValueError("token_logprobs needs a frozen output head (requires_grad_(False))")
+        mask = mask.bool()
+        positions = torch.arange(input_ids.shape[1] - 1, device=input_ids.device)
+        hidden = self.model(input_ids[:, :-1], positions)[mask]  # (wanted, D)
+        targets = input_ids[:, 1:][mask]
+        wanted, wanted_entropy = HeadLogprobs.apply(hidden, self.head_weight, targets, temperature)
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
+        index = mask.nonzero(as_tuple=True)
+        return zeros.index_put(index, wanted), zeros.index_put(index, wanted_entropy)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        input_ids: Tensor,
+        cache: KVCache,
+        rows: slice | Tensor,
+        starts: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """New tokens after cached ones: prefill, a chunk of it, or one decode step.
+
+        input_ids (S, T), padded on the right where lengths (S,) says so; rows: the cache slots of
+        the S streams (a slice for neighbours, else an index tensor); starts (S,): tokens that each
+        stream holds already. Returns the logits (S, V) after each stream's last new token.
+        """
+        S, T = input_ids.shape
+        device = input_ids.device
+        positions = starts[:, None] + torch.arange(T, device=device)  # (S, T)
+        ends = starts + (T if lengths is None else lengths)
+        length = int(ends.max())
+        if length > cache.capacity:
+            raise ValueError(f"{length} tokens do not fit a cache of {cache.capacity} a stream")
+        visible = torch.arange(length, device=device) <= positions[..., None]
+        numbers = rows
+        if isinstance(rows, slice):
+            numbers = torch.arange(rows.start, rows.stop, device=device)
+        valid = None if lengths is None else torch.arange(T, device=device) < lengths[:, None]
+        write = CacheWrite(cache, rows, numbers, positions, valid, visible[:, None])
+        hidden = self.model(input_ids, positions, write)
+        last = (ends - starts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        return F.linear(hidden.gather(1, last).squeeze(1), self.head_weight)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, dtype=None, device=None) -> "Qwen3":
+        """Loads a Hugging Face checkpoint: a local directory or a Hub id.
+
+        dtype: None keeps the checkpoint's. Raises ValueError that lists every missing, surplus or
+        misshapen tensor.
+        """
+        directory = checkpoint_directory(path)
+        config = Qwen3Config.from_pretrained(directory)
+        with torch.device("meta"):
+            model = cls(config)
+        tensors = read_checkpoint(directory)
+        embedding = tensors.get("model.embed_tokens.weight")
+        if config.tie_word_embeddings and "lm_head.weight" in tensors:
+            # Some tied checkpoints (Qwen3-0.6B) ship the head as well; it has to be the same.
+            if embedding is None or not torch.equal(tensors.pop("lm_head.weight"), embedding):
+                raise ValueError(
+                    f"{directory}: tie_word_embeddings is set, but lm_head.weight differs from "
+                    "model.embed_tokens.weight"
+                )
+        check_tensors(directory, model.state_dict(), tensors)
+        dtype = dtype or getattr(torch, config.torch_dtype)
+        tensors = {name: t.to(device=device or "cpu", dtype=dtype) for name, t in tensors.items()}
+        model.load_state_dict(tensors, assign=True)
+        return model
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """log softmax(W h / temperature)[target], its entropy, and its gradient in one pass.
+
+        d logprob / d h = (W[target] - softmax(W h / temperature) W) / temperature
+
+    The gradient does not depend on what comes from above (the head is frozen), so the forward pass
+    computes it chunk by chunk and keeps (N, D) numbers; logits for all tokens (V = 151,936 in
+    Qwen3: 1.2 GB for 2,048 tokens in fp32) never exist, and the backward pass is one product.
+    """
+
+    CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32 logits at a time
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float):
+        rows = max(1, HeadLogprobs.CHUNK_ELEMENTS // weight.shape[0])
+        needs_gradient = ctx.needs_input_grad[0]
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        gradient = torch.empty_like(hidden) if needs_gradient else None
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = F.linear(hidden[part], weight).float().div_(temperature)  # (chunk, V)
+            normalizer = logits.logsumexp(-1)
+            target_logits = logits.gather(1, targets[part, None]).squeeze(1)
+            logprobs[part] = target_logits - normalizer
+            probabilities = logits.sub(normalizer[:, None]).exp_()
+            # H = -sum p log p = log Z - sum p * logit
+            entropy[part] = normalizer - torch.einsum("nv,nv->n", probabilities, logits)
+            if needs_gradient:
+                expected = probabilities.to(weight.dtype) @ weight
+                gradient[part] = (weight[targets[part]] - expected) / temperature
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor, _):
+        (gradient,) = ctx.saved_tensors
+        return upstream[:, None].to(gradient.dtype) * gradient, None, None, None
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def checkpoint_directory(path: str | Path) -> Path:
+    """The directory of a checkpoint: `path` itself, or the Hub's snapshot of that id."""
+    if Path(path).is_dir():
+        return Path(path)
+    text = str(path)
+    if Path(path).is_absolute() or text.startswith(".") or text.count("/") != 1:
+        raise ValueError(f"{path}: no such directory (and not a Hub id of the form owner/name)")
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(text, allow_patterns=patterns))
+    except Exception as error:  # the Hub client raises a dozen unrelated types
+        raise ValueError(
+            f"{path}: no such directory, and the Hub gave no checkpoint of that name "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def read_json(file: Path) -> dict:
+    """The JSON object in `file`."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the JSON or of its encoding
+        raise ValueError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: a JSON object is expected, found {type(raw).__name__}")
+    return raw
+
+
+def read_checkpoint(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of model.safetensors, or of the shards that the index names."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: missing weight_map, the table of tensor -> file")
+        files = sorted(set(weight_map.values()))
+    else:
+        files = ["model.safetensors"]
+    tensors = {}
+    for name in files:
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name}: no such file; the checkpoint is incomplete")
+        try:
+            with safe_open(directory / name, framework="pt") as shard:
+                tensors |= {key: shard.get_tensor(key) for key in shard.keys()}
+        except Exception as error:  # safetensors' own error type derives from Exception alone
+            raise ValueError(f"{directory / name}: unreadable ({error})") from error
+    return tensors
+
+
+def check_tensors(where: Path | str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """ValueError listing what `found` lacks, has too much, or has in another shape."""
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [f"surplus {name}" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:20])
+        rest = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(f"{where}: the tensors do not fit the config\n  {shown}{rest}")

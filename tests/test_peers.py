@@ -1,0 +1,163 @@
+"""The same numbers as transformers and PEFT: models, adapter directories both ways, merging.
+
+Run in an environment that has both: .venv-peers/bin/python -m pytest -m peers
+"""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import (
+    PROJECTIONS,
+    close,
+    config_json,
+    lora_configs,
+    randomise_adapter,
+    save_checkpoint,
+    seeds,
+    tiny_config,
+    tiny_configs,
+    tiny_model,
+    tiny_tokens,
+)
+
+from broadcast import load_adapter, read_adapter, save_adapter
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, merge_lora, use_adapters
+from model import KVCache, Qwen3
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+with contextlib.suppress(ImportError):  # the default tier collects this file without them
+    import peft
+    import transformers
+
+
+def transformers_model(config, directory, seed=0, version=5):
+    """Our random weights, written as a checkpoint, as transformers reads it."""
+    save_checkpoint(directory, config_json(config, version), tiny_model(config, seed).state_dict())
+    return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(ids).logits
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+@given(config=tiny_configs(), T=st.integers(1, 40), seed=seeds, version=st.sampled_from([4, 5]))
+def test_logits_equal_transformers(tmp_path_factory, config, T, seed, version):
+    theirs = transformers_model(config, tmp_path_factory.mktemp("model"), seed, version)
+    ids = tiny_tokens(config, 2, T, seed)
+    close(tiny_model(config, seed)(ids), logits_of(theirs, ids), 1e-4)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0, 5_000_000.0])
+def test_logits_equal_transformers_at_8192_positions(tmp_path, theta):
+    """The full pass, and a decode step after 8,191 cached tokens."""
+    config = tiny_config(head_dim=16, rope_theta=theta, max_position_embeddings=8192)
+    model, ids = tiny_model(config), tiny_tokens(config, 1, 8192)
+    expected = logits_of(transformers_model(config, tmp_path), ids)
+    with torch.no_grad():
+        close(model(ids), expected, 1e-4)
+    cache = KVCache(config, slots=1, capacity=8192, dtype=torch.float32)
+    model.extend(ids[:, :4000], cache, slice(0, 1), torch.tensor([0]))
+    model.extend(ids[:, 4000:8191], cache, slice(0, 1), torch.tensor([4000]))
+    last = model.extend(ids[:, 8191:], cache, slice(0, 1), torch.tensor([8191]))
+    close(last, expected[:, -1], 1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "4KB"])
+def test_a_model_that_transformers_saved_loads(tmp_path, tied, max_shard_size):
+    raw = config_json(tiny_config(tie_word_embeddings=tied))
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(raw)).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "4KB")
+    model, ids = Qwen3.from_pretrained(tmp_path), tiny_tokens(tiny_config(), 2, 9)
+    close(model(ids), logits_of(theirs, ids), 1e-4)
+
+
+# --- the adapter ----------------------------------------------------------------------------------
+
+targets = st.sets(st.sampled_from(PROJECTIONS), min_size=1).map(lambda s: tuple(sorted(s)))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 8, 12])
+@pytest.mark.parametrize("alpha", ["1", "r", "2r", "32"])
+@settings(max_examples=3)
+@given(config=tiny_configs(), target_modules=targets, seed=seeds)
+def test_adapter_directories_go_both_ways(
+    tmp_path_factory, rank, alpha, config, target_modules, seed
+):
+    alpha = {"1": 1.0, "r": float(rank), "2r": 2.0 * rank, "32": 32.0}[alpha]
+    lora, root = LoRAConfig(rank, alpha, 0.0, target_modules), tmp_path_factory.mktemp("peers")
+    ours, ids = tiny_model(config, seed), tiny_tokens(config, 2, 7, seed)
+    base = ours(ids)
+    inject_lora(ours, lora)
+    randomise_adapter(ours, seed)
+    active = ours(ids)
+    assert (active - base).abs().max() > 1e-3
+
+    # ours -> theirs: every tensor arrives, and none besides
+    directory = save_adapter(ours, lora, root / "ours")
+    theirs = peft.PeftModel.from_pretrained(transformers_model(config, root / "a", seed), directory)
+    arrived = peft.get_peft_model_state_dict(theirs)
+    expected = {f"base_model.model.{n}": p for n, p in lora_parameters(ours).items()}
+    assert arrived.keys() == expected.keys()
+    assert all(torch.equal(arrived[name], expected[name]) for name in expected)
+    close(logits_of(theirs, ids), active)
+    merge_lora(ours)
+    close(logits_of(theirs.merge_and_unload(), ids), ours(ids))
+
+    # theirs -> ours, as a trainable adapter and as a sampler's
+    peft_config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(target_modules),
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,  # random B
+    )
+    torch.manual_seed(seed)
+    theirs = peft.get_peft_model(transformers_model(config, root / "b", seed), peft_config).eval()
+    theirs.save_pretrained(root / "theirs")
+    active = logits_of(theirs, ids)
+    read, tensors = read_adapter(root / "theirs")
+    assert read == lora
+    trainer, sampler = tiny_model(config, seed), tiny_model(config, seed)
+    inject_lora(trainer, read)
+    load_adapter(trainer, root / "theirs")
+    close(trainer(ids), active)
+    add_adapter(sampler, "v0", read, tensors)
+    with use_adapters(sampler, [("v0", None)]):
+        close(sampler(ids), active)
+    merge_lora(trainer)
+    close(trainer(ids), logits_of(theirs.merge_and_unload(), ids))
+
+
+@given(config=tiny_configs(), lora=lora_configs(), seed=seeds)
+def test_our_directory_has_pefts_keys_and_settings(tmp_path_factory, config, lora, seed):
+    root, ours = tmp_path_factory.mktemp("keys"), tiny_model(config, seed)
+    inject_lora(ours, lora)
+    directory = save_adapter(ours, lora, root / "ours", base_model=str(root / "base"))
+    written = peft.LoraConfig.from_pretrained(directory)
+    assert (written.r, written.lora_alpha) == (lora.rank, lora.alpha)
+    assert written.target_modules == set(lora.target_modules)
+    fresh = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.target_modules),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(root / "base"),
+        inference_mode=True,
+    )
+    differing = {k: v for k, v in vars(written).items() if v != vars(fresh)[k]}
+    assert not differing
+    theirs = peft.get_peft_model(transformers_model(config, root / "base", seed), fresh)
+    expected = peft.get_peft_model_state_dict(theirs)
+    found = {f"base_model.model.{name}": t for name, t in read_adapter(directory)[1].items()}
+    assert {k: t.shape for k, t in found.items()} == {k: t.shape for k, t in expected.items()}
