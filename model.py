@@ -133,10 +133,11 @@ class KVCache:
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
-    def swap(self, a: int, b: int) -> None:
-        """Exchanges two slots, so that the live streams can stay side by side in slots 0..n-1."""
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchanges the first `length` tokens of two slots, so that live streams can stay side by
+        side in slots 0..n-1."""
         for tensor in (self.keys, self.values):
-            tensor[:, [a, b]] = tensor[:, [b, a]]
+            tensor[:, [a, b], :, :length] = tensor[:, [b, a], :, :length]
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -223,6 +224,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(S, T, -1))
 
     def attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, write: CacheWrite) -> Tensor:
+        """Writes the new keys and values into the cache; (S, H, T, C) of all that is visible."""
         keys, values = write.cache.keys[self.layer], write.cache.values[self.layer]
         rows, positions = write.row_numbers[:, None].expand_as(write.positions), write.positions
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # (S, T, K, C), the order of indexed writes

@@ -211,6 +211,9 @@ class TorchEngine:
         if not 0 <= request.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or positive, not {request.temperature}")
         loop = asyncio.get_running_loop()
+        idle = self.task is None or self.task.done()
+        if not idle and self.task.get_loop() is not loop:
+            raise RuntimeError("the engine is at work in another event loop")
         stream = Stream(
             request=request,
             prompt=prompt,
@@ -221,7 +224,7 @@ class TorchEngine:
         )
         if not self.resume(stream):
             self.waiting.append(stream)
-        if self.task is None or self.task.done() or self.task.get_loop() is not loop:
+        if idle:
             self.task = loop.create_task(self.run())
         return await stream.future
 
@@ -232,9 +235,10 @@ class TorchEngine:
     async def run(self) -> None:
         """The background task: steps until nothing is left, or until one fails."""
         try:
+            self.step()
             while self.unfinished():
-                self.step()
                 await asyncio.sleep(0)  # episodes run their tools and ask for their next turns
+                self.step()
         except BaseException as error:
             for stream in self.unfinished():  # nobody may wait for ever
                 if isinstance(error, Exception):
@@ -363,7 +367,7 @@ class TorchEngine:
         gaps = [slot for slot in range(S) if self.live[slot] is None]
         beyond = [slot for slot in range(S, self.slots) if self.live[slot]]
         for a, b in zip(gaps, beyond, strict=True):
-            self.cache.swap(a, b)
+            self.cache.swap(a, b, int(self.lengths[[a, b]].max()))
             for array in (self.tokens, self.lengths, self.owner, self.used):
                 array[[a, b]] = array[[b, a]]
             self.enter(self.live[b], a)

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -48,6 +49,7 @@ def final_reply(messages: list[dict]) -> str:
 # --- tools ---------------------------------------------------------------------------------------
 
 
+@cache  # an agent's every call is checked against it
 def tool_schema(tool: Callable) -> dict:
     """Its JSON schema as OpenAI and Qwen write it, from its signature, first line and "Args:"."""
     doc = inspect.getdoc(tool) or ""

@@ -86,11 +86,17 @@ def test_a_fresh_adapter_changes_not_a_bit(config, lora, seed):
     parameters = lora_parameters(model)
     assert len(parameters) == 2 * len(names) > 0
     for name, parameter in parameters.items():
-        if "lora_B" in name:
-            assert not parameter.any()
-        else:  # Kaiming-uniform with a = sqrt 5
-            bound = 1 / math.sqrt(parameter.shape[1])
-            assert 0.4 * bound < parameter.abs().max() <= bound
+        assert parameter.any() == ("lora_A" in name), name
+
+
+def test_A_starts_kaiming_uniform_with_a_of_sqrt_5():
+    """Which is uniform in +-1 / sqrt(in)."""
+    model = torch.nn.Sequential()
+    model.q_proj = torch.nn.Linear(100, 80)
+    inject_lora(model, LoRAConfig(rank=64, target_modules=("q_proj",)))
+    A = lora_parameters(model)["q_proj.lora_A.weight"]
+    assert 0.095 < A.max() <= 0.1 and -0.1 <= A.min() < -0.095
+    close(A.std(), torch.tensor(0.1 / math.sqrt(3)), 0.002)
 
 
 @given(config=tiny_configs(), lora=lora_configs(), seed=seeds)

@@ -138,7 +138,7 @@ def test_a_copied_prefix_and_swapped_slots_continue_as_their_streams(seed, prefi
     zero = torch.zeros(1, dtype=torch.long)
     model.extend(ids[:1, :prefix], cache, slice(0, 1), zero)
     cache.copy(source=0, target=2, length=prefix)
-    cache.swap(0, 3)  # now stream 0 lives in slot 3, stream 1 in slot 2
+    cache.swap(0, 3, cache.capacity)  # now stream 0 lives in slot 3, stream 1 in slot 2
     rows, starts = torch.tensor([3, 2]), torch.full((2,), prefix)
     logits = model.extend(ids[:, prefix:], cache, rows, starts)
     close(logits, model(ids)[:, -1])

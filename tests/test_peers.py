@@ -4,6 +4,7 @@ Run in an environment that has both: .venv-peers/bin/python -m pytest -m peers
 """
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tiny import (
 
 from broadcast import load_adapter, read_adapter, save_adapter
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, merge_lora, use_adapters
-from model import KVCache, Qwen3
+from model import KVCache, Qwen3, rotary_angles
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -68,6 +69,18 @@ def test_logits_equal_transformers_at_8192_positions(tmp_path, theta):
     model.extend(ids[:, 4000:8191], cache, slice(0, 1), torch.tensor([4000]))
     last = model.extend(ids[:, 8191:], cache, slice(0, 1), torch.tensor([8191]))
     close(last, expected[:, -1], 1e-4)
+
+
+@given(config=tiny_configs(), head_dim=st.sampled_from([6, 16, 64, 128]))
+def test_rotary_angles_are_those_of_transformers_bit_for_bit(config, head_dim):
+    """A rounding of the frequencies is multiplied by the position: at 8,192 it would show."""
+    config = dataclasses.replace(config, head_dim=head_dim)
+    their_config = transformers.Qwen3Config.from_dict(config_json(config))
+    rotary = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(their_config)
+    positions = torch.arange(8192)
+    theirs = rotary(torch.zeros(1), positions[None])
+    for ours, expected in zip(rotary_angles(positions, config, torch.float32), theirs, strict=True):
+        assert torch.equal(ours, expected[0])
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -466,6 +466,20 @@ def test_an_event_loop_that_dies_does_not_block_the_next(published):
     check(engine.model, request, play(engine, [request])[0])
 
 
+def test_one_event_loop_at_a_time(published):
+    engine, request = make_engine(published), Request([1, 2], 30, seed=0)
+    loop, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    for _ in range(2):  # when a loop stops, nothing of the engine is left in it
+        loop.run_until_complete(engine.generate(request))
+        other.run_until_complete(engine.generate(request))
+    task = loop.create_task(engine.generate(request))
+    loop.run_until_complete(asyncio.sleep(0))
+    with pytest.raises(RuntimeError, match="at work in another event loop"):
+        other.run_until_complete(engine.generate(request))
+    check(engine.model, request, loop.run_until_complete(task))
+    loop.close(), other.close()
+
+
 def test_removing_adapters_is_refused_while_they_are_needed(published):
     engine = make_engine(published, slots=1)
 

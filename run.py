@@ -1,0 +1,322 @@
+"""A run: its configuration on disk, its directory, its checkpoints, its picture.
+
+    runs/wiki_search-rank8-seed0/
+      config.toml      every field of the configuration, resolved      run.json     whose run it is
+      metrics.jsonl    a line a step      samples.jsonl    episodes, as text and as tokens
+      broadcasts/      versions of the adapter that the sampler reads, one at a time
+      checkpoints/     the last two: adapter, optimizer, progress, random state; never the base
+      adapter/         the PEFT directory to deploy      summary.json, reward.png    what came out
+
+A directory belongs to one run. What is written at an end or at a checkpoint appears whole or not at
+all; a resumed run cuts metrics and samples back to its checkpoint and repeats what came after.
+
+Left out on purpose: experiment trackers; every file here is text, safetensors or a picture.
+"""
+
+import dataclasses
+import io
+import json
+import random
+import resource
+import shutil
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+from broadcast import load_adapter, save_adapter
+from lora import LoRAConfig
+
+LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def read_toml(file: Path, kind: type) -> dict:
+    """Fields of the dataclass `kind` from a TOML file, prime-rl's LoRA tables read as they stand.
+
+    Raises ValueError for a file that cannot be read, an unknown key, a value of another type.
+    """
+    try:
+        raw = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except ValueError as error:  # of the TOML or of its encoding
+        raise ValueError(f"{file}: not valid TOML ({error})") from error
+    for first, *rest in LORA_TABLES:
+        if isinstance(raw.get(first), dict):
+            table, name = raw.pop(first), first
+            for key in rest:
+                if set(table) != {key} or not isinstance(table[key], dict):
+                    raise ValueError(f"{file}: [{name}] may hold [{name}.{key}] alone")
+                table, name = table[key], f"{name}.{key}"
+            if twice := sorted(set(table) & set(raw)):
+                raise ValueError(f"{file}: [{name}] sets {', '.join(twice)} a second time")
+            raw |= table
+    known = [f.name for f in dataclasses.fields(kind)]
+    hints = get_type_hints(kind)
+    for key, value in raw.items():
+        if key not in known:
+            raise ValueError(f"{file}: unknown key {key!r}; known: {', '.join(known)}")
+        default = getattr(kind, key)
+        if isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(default, float) and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            wanted = "a list" if isinstance(default, tuple) else type(default).__name__
+            raise ValueError(f"{file}: {key} must be {wanted}, not {value!r}")
+        if get_origin(hints[key]) is Literal and value not in get_args(hints[key]):
+            wanted = ", ".join(get_args(hints[key]))
+            raise ValueError(f"{file}: {key} must be one of {wanted}, not {value!r}")
+        raw[key] = value
+    return raw
+
+
+def to_toml(config) -> str:
+    """The resolved configuration; strings and lists as JSON, which TOML reads alike."""
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in dataclasses.asdict(config).items()
+        if key not in ("output", "resume")
+    )
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A run's directory and its progress; all of it is saved in a checkpoint."""
+
+    directory: Path
+    run_id: str  # names its adapters, so that two runs can share a server
+    attempt: int = 1  # grows with each resume, so that no name of an adapter is used twice
+    step: int = 0  # optimizer steps done, which is also the version of the adapter
+    seconds: float = 0.0
+    eval_before: dict = field(default_factory=dict)
+    eval_after: dict = field(default_factory=dict)
+    base_parameters: int = 0
+    adapter_parameters: int = 0
+
+
+def open_run(config, name: str) -> Run:
+    """Makes config.output (or a fresh runs/<name>), or finds the run to resume.
+
+    Raises ValueError for a directory with something in it, for nothing to resume, and for a
+    resumed configuration that differs in more than `steps`.
+    """
+    directory = Path(config.output or f"runs/{name}")
+    saved = directory / "config.toml"
+    if config.resume:
+        if not saved.is_file():
+            raise ValueError(f"{directory}: no run to resume (no config.toml); name it by --output")
+        before, now = tomllib.loads(saved.read_text()), tomllib.loads(to_toml(config))
+        changed = [key for key in now if key != "steps" and now[key] != before.get(key)]
+        if changed:
+            was = ", ".join(f"{key} = {before.get(key)!r}" for key in changed)
+            raise ValueError(f"{directory}: only --steps may differ on --resume; the run has {was}")
+        facts = json.loads((directory / "run.json").read_text())
+        run = Run(directory, facts["run_id"], facts["attempt"] + 1)
+    else:
+        number = 1
+        while not config.output and directory.exists():
+            number += 1
+            directory = Path(f"runs/{name}-{number}")
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ValueError(f"{directory}: not empty; add --resume or name another --output")
+        directory.mkdir(parents=True, exist_ok=True)
+        run = Run(directory, f"{random.SystemRandom().getrandbits(32):08x}")
+    (run.directory / "config.toml").write_text(to_toml(config))
+    write_json(run.directory / "run.json", {"run_id": run.run_id, "attempt": run.attempt})
+    return run
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A write that fails does not say where: inside, its OSError does."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Beside, then renamed: after a kill there is the old file or the new one."""
+    beside = file.with_name(f".{file.name}.tmp")
+    with naming(file):
+        beside.write_text(json.dumps(content, indent=2) + "\n")
+        beside.replace(file)
+
+
+def append_row(file: Path, row: dict) -> None:
+    with naming(file), file.open("a") as stream:
+        stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def cut_back(file: Path, step: int) -> None:
+    """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written."""
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    file.write_text("".join(kept))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2) -> None:
+    """checkpoints/step_000010, whole or not at all; the last `keep` stay."""
+    final = run.directory / "checkpoints" / f"step_{run.step:06d}"
+    beside = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    progress = dataclasses.asdict(run) | {"directory": ""}
+    state = {"optimizer": optimizer.state_dict(), "torch": torch.get_rng_state(), "run": progress}
+    torch.save(state, data := io.BytesIO())
+    try:
+        with naming(final):
+            beside.mkdir(parents=True)
+            save_adapter(model, lora, beside / "adapter")
+            (beside / "state.pt").write_bytes(data.getbuffer())
+            if final.exists():  # of the same step, saved before its evaluation
+                shutil.rmtree(final)
+            beside.rename(final)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # gone already if all went well
+    for old in sorted(final.parent.glob("step_*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(run: Run, model, optimizer) -> Run:
+    """The run as its last checkpoint left it; one without a checkpoint starts anew."""
+    checkpoints = sorted((run.directory / "checkpoints").glob("step_*"))
+    if not checkpoints:
+        return run
+    try:
+        load_adapter(model, checkpoints[-1] / "adapter")
+        state = torch.load(checkpoints[-1] / "state.pt", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+    except Exception as error:  # torch.load raises whatever its bytes bring about
+        where = f"{checkpoints[-1]}: unreadable; remove it to go on from the one before"
+        raise ValueError(f"{where} ({error})") from error
+    torch.set_rng_state(state["torch"])
+    # eval_after was the result of fewer steps, if this run is made longer.
+    now = {"directory": run.directory, "attempt": run.attempt, "eval_after": {}}
+    return Run(**(state["run"] | now))
+
+
+# --- what came out --------------------------------------------------------------------------------
+
+PANELS = {
+    "reward": "reward",
+    "reference_kl": "KL to the reference",
+    "entropy": "entropy",
+    "mismatch_max": "largest |trainer - sampler| logprob",
+}
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank accepts
+
+
+def run_name(config) -> str:
+    return f"{config.environment}-rank{config.rank}-seed{config.seed}"
+
+
+def step_line(row: dict, run: Run, config) -> str:
+    """A step in one line, the same on a terminal and in a file."""
+    eta = (config.steps - run.step) * run.seconds / run.step
+    held_out = "" if row["eval_reward"] is None else f"held out {row['eval_reward']:.3f}  "
+    return (
+        f"step {row['step']:3}/{config.steps}  reward {row['reward']:.3f}  {held_out}"
+        f"turns {row['turns']:.1f}  kl {row['reference_kl']:.4f}  "
+        f"mismatch {row['mismatch_max']:.0e}  entropy {row['entropy']:.3f}  "
+        f"sample {row['sample_tokens_per_second']:,.0f} tok/s  "
+        f"train {row['train_tokens_per_second']:,.0f} tok/s  {row['seconds']:.1f} s  "
+        f"ETA {eta:.0f} s"
+    )
+
+
+def sample_row(run: Run, episode, advantage: float) -> dict:
+    """One trajectory for samples.jsonl: as text for people, as tokens for tools."""
+    return {
+        "step": run.step,
+        "question": episode.task.question,
+        "answer": episode.task.answer,
+        "reward": episode.reward,
+        "advantage": advantage,
+        "finish_reason": episode.finish_reason,
+        "messages": episode.messages,
+        "token_ids": episode.token_ids,
+        "loss_mask": episode.loss_mask,
+        "logprobs": [round(logprob, 4) for logprob in episode.logprobs],
+    }
+
+
+def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float) -> None:
+    """Checkpoint, adapter, summary, picture, and the commands that load the adapter."""
+    save_checkpoint(run, model, lora, optimizer)
+    adapter = run.directory / "adapter"
+    shutil.rmtree(adapter, ignore_errors=True)
+    save_adapter(model, lora, adapter, config.model)
+    before, after = run.eval_before, run.eval_after
+    summary = {
+        "eval_before": before.get("reward"),
+        "eval_after": after.get("reward"),
+        "outcomes_before": before.get("outcomes"),
+        "outcomes_after": after.get("outcomes"),
+        "seconds": seconds,
+        "steps": run.step,
+        "adapter_parameters": run.adapter_parameters,
+        "base_parameters": run.base_parameters,
+        "adapter_bytes": (adapter / "adapter_model.safetensors").stat().st_size,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    write_json(run.directory / "summary.json", summary)
+    plot(run, run_name(config), PANELS)
+    if not after:
+        print(f"\nstopped after step {run.step}; go on: --output {run.directory} --resume")
+        return
+    max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+    print(
+        f"\nheld out {before['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s, "
+        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/reward.png, "
+        f"samples.jsonl\n"
+        f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
+        f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
+        f'"{config.model}"), "{adapter}")\n'
+        f"  vLLM   vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
+        f"--lora-modules agent={adapter.resolve()}",
+        flush=True,
+    )
+
+
+def plot(run: Run, title: str, panels: dict[str, str]) -> None:
+    """reward.png: metrics over the steps, up to four panels (key -> title); the first one also
+    shows the held-out results."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows]
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), sharex=True, layout="constrained")
+    for axis, (key, name) in zip(axes.flat, panels.items(), strict=False):
+        axis.plot(steps, [row[key] for row in rows], marker=".")
+        axis.set_title(name)
+        axis.grid(alpha=0.3)
+    for place, result in ((0, run.eval_before), (run.step, run.eval_after)):
+        if result:
+            axes[0, 0].plot(place, result["reward"], "o", color="tab:red")
+            label = f"held out {result['reward']:.2f}"
+            axes[0, 0].annotate(
+                label, (place, result["reward"]), (0, 6), textcoords="offset points"
+            )
+    axes[0, 0].set_ylim(0, 1.1)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.suptitle(title)
+    figure.savefig(run.directory / "reward.png", dpi=120)
+    pyplot.close(figure)

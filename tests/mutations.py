@@ -1,0 +1,236 @@
+"""Twenty bugs of one line each, and the tests that notice them.
+
+    python tests/mutations.py            all of them, in a few minutes
+    python tests/mutations.py 3 17       some of them
+
+Each mutation is applied to a copy of the project, its test runs there, and has to turn red (and be
+green in the copy before). The bugs are of the kinds that users of such code report; the table in
+tests/README.md, made by `--table`, names them. A mutation whose line is gone from the source is an
+error, so that this list ages with the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("*.py", "*.toml", "environments", "assets", "configs", "tests")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In `file`, `old` (which occurs once) becomes `new`; `test` turns red."""
+
+    bug: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = (
+    Mutation(
+        "alpha / r lost",
+        "lora.py",
+        "F.linear(F.linear(x, A) * self.scaling[name], B)",
+        "F.linear(F.linear(x, A), B)",
+        "test_lora.py::test_the_update_is_alpha_over_r_times_B_A",
+    ),
+    Mutation(
+        "B not zero at the start",
+        "lora.py",
+        "B = torch.zeros(rows, config.rank,",
+        "B = torch.ones(rows, config.rank,",
+        "test_lora.py::test_a_fresh_adapter_changes_not_a_bit",
+    ),
+    Mutation(
+        "a merged model stays adapted when the adapter is off",
+        "lora.py",
+        "if self.merged is not None and segments == [(TRAINABLE, None)]:",
+        "if self.merged is not None:",
+        "test_lora.py::test_a_disabled_adapter_is_the_base_merged_or_not",
+    ),
+    Mutation(
+        "the base is not frozen",
+        "lora.py",
+        "    model.requires_grad_(False)\n",
+        "",
+        "test_lora.py::test_only_A_and_B_are_trained_and_all_of_them_by_the_second_step",
+    ),
+    Mutation(
+        "every row gets the adapter of the first segment",
+        "lora.py",
+        "y[rows] = y[rows] + self.update(name, x[rows])",
+        "y[rows] = y[rows] + self.update(segments[0][0], x[rows])",
+        "test_lora.py::test_every_row_gets_the_adapter_of_its_segment_and_the_rest_the_base",
+    ),
+    Mutation(
+        "rotary embedding interleaved instead of half-split",
+        "model.py",
+        "first, second = x.chunk(2, dim=-1)",
+        "first, second = x[..., ::2], x[..., 1::2]",
+        "test_model.py::test_logits_equal_a_naive_computation",
+    ),
+    Mutation(
+        "a cached token sees one key less than it should",
+        "model.py",
+        "visible = torch.arange(length, device=device) <= positions[..., None]",
+        "visible = torch.arange(length, device=device) < positions[..., None].clamp(min=1)",
+        "test_model.py::test_prefill_equals_chunks_equals_tokens_equals_the_full_pass",
+    ),
+    Mutation(
+        "temperature missing in the trainer's logprobs",
+        "model.py",
+        "F.linear(hidden[part], weight).float().div_(temperature)",
+        "F.linear(hidden[part], weight).float()",
+        "test_model.py::test_token_logprobs_equal_the_naive_log_softmax",
+    ),
+    Mutation(
+        "logprobs shifted by one position",
+        "model.py",
+        "targets = input_ids[:, 1:][mask]",
+        "targets = input_ids[:, :-1][mask]",
+        "test_model.py::test_token_logprobs_equal_the_naive_log_softmax",
+    ),
+    Mutation(
+        "tool responses carry loss",
+        "rollout.py",
+        "self.loss_mask += [0] * len(token_ids)",
+        "self.loss_mask += [1] * len(token_ids)",
+        "test_rollout.py::test_the_stream_grows_and_the_mask_marks_what_was_sampled",
+    ),
+    Mutation(
+        "the stop token is dropped",
+        "rollout.py",
+        "Completion(stream.token_ids, stream.logprobs, reason)",
+        "Completion(stream.token_ids[: -1 if stopped else None], stream.logprobs, reason)",
+        "test_rollout.py::test_stop_tokens_are_sampled_tokens_with_logprobs",
+    ),
+    Mutation(
+        "a new adapter reuses the old one's cached keys and values",
+        "rollout.py",
+        "return shared * (self.owner == stream.owner)",
+        "return shared",
+        "test_rollout.py::test_an_adapter_never_meets_the_cache_of_another",
+    ),
+    Mutation(
+        "advantages normalised over the batch instead of the group",
+        "grpo.py",
+        "rewards_P_G - rewards_P_G.mean(dim=1, keepdim=True)",
+        "rewards_P_G - rewards_P_G.mean()",
+        "test_grpo.py::test_advantages_are_rewards_about_the_mean_of_their_group",
+    ),
+    Mutation(
+        "no clip at all for negative advantages",
+        "grpo.py",
+        "-torch.minimum(ratio * advantages, clipped * advantages)",
+        "-ratio.clamp(1 - clip_low, 1 + clip_high).where(advantages > 0, ratio) * advantages",
+        "test_grpo.py::test_clip_is_pessimistic_for_both_signs",
+    ),
+    Mutation(
+        "the denominator is that of the micro-batch",
+        "grpo.py",
+        "return masked_sum(loss, mask) / denominator, metrics",
+        "return masked_sum(loss, mask) / mask.sum(), metrics",
+        "test_grpo.py::test_micro_batch_split_and_order_change_nothing",
+    ),
+    Mutation(
+        "the KL loss is not weighted, so that it is right on-policy only",
+        "grpo.py",
+        "loss = weight * 0.5 * (logprobs - reference_logprobs) ** 2",
+        "loss = 0.5 * (logprobs - reference_logprobs) ** 2",
+        "test_grpo.py::test_gradient_of_the_kl_loss_is_that_of_the_reverse_kl",
+    ),
+    Mutation(
+        "PEFT's key prefix is missing",
+        "broadcast.py",
+        "prefixed = {PREFIX + name:",
+        "prefixed = {name:",
+        "test_broadcast.py::test_the_files_are_as_peft_writes_them",
+    ),
+    Mutation(
+        "an adapter becomes visible before it is complete",
+        "broadcast.py",
+        'temporary = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")',
+        "temporary = directory",
+        "test_broadcast.py::test_killed_at_any_moment_of_publishing_"
+        "a_reader_sees_the_old_version_or_the_new",
+    ),
+    Mutation(
+        "the optimizer holds other parameters than the adapter's",
+        "train.py",
+        "torch.optim.Adam(parameters.values(),",
+        "torch.optim.Adam(list(parameters.values())[1:],",
+        "test_train.py::test_the_optimizer_holds_the_adapter_and_the_adapter_alone",
+    ),
+    Mutation(
+        "a resumed run forgets the optimizer's moments",
+        "run.py",
+        '        optimizer.load_state_dict(state["optimizer"])\n',
+        "",
+        "test_train.py::test_a_run_made_longer_is_the_long_run",
+    ),
+)
+
+
+def table() -> str:
+    """The rows of tests/README.md."""
+    lines = ["| bug put in | where | test that turns red |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {m.bug} | `{m.file}` | `{m.test}` |" for m in MUTATIONS]) + "\n"
+
+
+def check_sources() -> None:
+    """ValueError for a mutation that no longer applies."""
+    for mutation in MUTATIONS:
+        count = (ROOT / mutation.file).read_text().count(mutation.old)
+        if count != 1:
+            raise ValueError(f"{mutation.file}: {mutation.old!r} occurs {count} times, not once")
+
+
+def passes(directory: Path, test: str) -> bool:
+    """Whether the test passes in the copy; RuntimeError if it could not be run at all."""
+    options = ["-x", "-m", "", "--hypothesis-profile=mutations"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/{test}"]
+    environment = os.environ | {"CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):  # 1: tests failed; others: no such test, a broken run
+        raise RuntimeError(f"{test}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
+    return done.returncode == 0
+
+
+def turns_red(mutation: Mutation) -> bool:
+    with tempfile.TemporaryDirectory() as directory:
+        for pattern in COPIED:
+            for source in ROOT.glob(pattern):
+                target = Path(directory) / source.name
+                (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+        file = Path(directory) / mutation.file
+        file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        return not passes(Path(directory), mutation.test)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--table"]:
+        print(table(), end="")
+        return 0
+    check_sources()
+    chosen = [int(number) for number in arguments] or range(1, len(MUTATIONS) + 1)
+    for test in dict.fromkeys(MUTATIONS[number - 1].test for number in chosen):
+        if not passes(ROOT, test):
+            raise SystemExit(f"{test} is red without any mutation")
+    survivors = 0
+    for number in chosen:
+        mutation = MUTATIONS[number - 1]
+        red = turns_red(mutation)
+        survivors += not red
+        print(f"{number:2} {'red' if red else 'SURVIVED'}  {mutation.bug}", flush=True)
+    print(f"{len(chosen) - survivors} passed, {survivors} failed")
+    return survivors
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

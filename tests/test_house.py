@@ -1,0 +1,278 @@
+"""The house: who may not know whom, what the README names, what every file owes its reader.
+
+Imports are read by ast, so a rule holds for code that no test runs, too.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path for path in ROOT.glob("*.py")) + sorted((ROOT / "environments").glob("*.py"))
+ENVIRONMENTS = sorted((ROOT / "environments").glob("*.py"))
+OURS = {path.stem for path in FILES} - {"__init__"} | {"environments"}
+BESIDE = {"tools", "experiments", "benchmarks", "tests", "tiny", "assets", "configs", "wiki"}
+SOURCES = sorted(
+    path
+    for folder in ("", "environments", "assets", "tests", "tools", "experiments", "benchmarks")
+    for path in (ROOT / folder).glob("*")
+    if path.suffix in (".py", ".md", ".toml", ".txt", ".sh")
+)
+
+
+def parsed(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text())
+
+
+def imports(tree: ast.AST, at_start: bool = False) -> set[str]:
+    """First components of all imported modules; at_start: only of those imported with the file."""
+    nodes = tree.body if at_start else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "an absolute import says where a name comes from"
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def installed(names: set[str]) -> set[str]:
+    """Without ours and the standard library's."""
+    return names - OURS - set(sys.stdlib_module_names)
+
+
+# --- who may not know whom ------------------------------------------------------------------------
+
+
+def test_grpo_imports_torch_alone():
+    assert imports(parsed("grpo.py")) - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_the_model_knows_nothing_of_ours():
+    assert not imports(parsed("model.py")) & OURS
+
+
+def test_lora_knows_no_model_but_for_its_command_line():
+    tree = parsed("lora.py")
+    assert not imports(tree, at_start=True) & OURS
+    inside = {
+        node.name: imports(node) & OURS for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+    assert {name: found for name, found in inside.items() if found} in ({}, {"main": {"model"}})
+
+
+@pytest.mark.parametrize(
+    "file, forbidden",
+    [
+        ("broadcast.py", {"rollout", "chat", "grpo", "train", "run", "model", "environments"}),
+        ("rollout.py", {"grpo", "train", "run"}),
+        ("run.py", {"rollout", "chat", "grpo", "train", "model", "environments"}),
+    ],
+)
+def test_nobody_knows_more_than_it_needs(file, forbidden):
+    assert not imports(parsed(file)) & forbidden
+
+
+def test_the_sampler_knows_no_optimizer_and_no_loss():
+    names = {node.id for node in ast.walk(parsed("rollout.py")) if isinstance(node, ast.Name)}
+    names |= {n.attr for n in ast.walk(parsed("rollout.py")) if isinstance(n, ast.Attribute)}
+    assert not names & {"optim", "optimizer", "backward", "grad", "loss", "advantages"}
+
+
+def test_the_run_holds_no_mathematics():
+    """train.py moves tensors about; what is computed of them stands in grpo.py and model.py."""
+    attributes = {n.attr for n in ast.walk(parsed("train.py")) if isinstance(n, ast.Attribute)}
+    assert not attributes & {"exp", "log", "softmax", "log_softmax", "logsumexp", "clamp", "matmul"}
+
+
+@pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
+def test_an_environment_sees_messages_and_no_tokens(path):
+    found = imports(parsed(path.relative_to(ROOT)))
+    assert not found & (OURS - {"environments"})
+    assert installed(found) <= {"huggingface_hub", "pyarrow"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_core_imports_nothing_from_what_stands_beside_it(path):
+    assert not imports(parsed(path.relative_to(ROOT))) & BESIDE
+
+
+def test_only_the_run_knows_the_run():
+    knowing = {path.name for path in FILES if "train" in imports(parsed(path.relative_to(ROOT)))}
+    assert knowing <= {"sft.py"}
+
+
+def test_every_package_that_is_imported_is_required():
+    required = (ROOT / "requirements.txt").read_text().lower()
+    brought_along = {"huggingface_hub", "tqdm", "pyarrow", "matplotlib"}
+    for path in FILES:
+        for name in installed(imports(parsed(path.relative_to(ROOT)))) - brought_along:
+            assert re.search(rf"^{name}\b", required, re.MULTILINE), f"{path.name}: {name}"
+
+
+# --- the README -----------------------------------------------------------------------------------
+
+
+def names_of(file: Path) -> set[str]:
+    """Functions, classes and constants of a Python file; methods as "method" and "Class.method"."""
+    found = set()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in getattr(node, "body", []):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.update({child.name, prefix + child.name})
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.Assign):
+                found.update(t.id for t in child.targets if isinstance(t, ast.Name))
+
+    visit(ast.parse(file.read_text()), "")
+    return found
+
+
+def idea_rows(text: str) -> list[list[str]]:
+    """The cells of every row of the tables with the header | idea | function | test |."""
+    rows, inside = [], False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if cells == ["idea", "function", "test"]:
+            inside = True
+        elif not line.startswith("|"):
+            inside = False
+        elif inside and not set(line) <= set("|-: "):
+            rows.append(cells)
+    return rows
+
+
+def table_problems(text: str, root: Path = ROOT) -> list[str]:
+    """What a reader of the table would look for in vain."""
+    problems = []
+    for row in idea_rows(text):
+        functions = re.findall(r"`([\w/]+\.py): ([\w.]+)`", row[1]) if len(row) == 3 else []
+        tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", row[2]) if len(row) == 3 else []
+        if not functions or not tests:
+            problems.append(f"not `file.py: function` and `tests/test_x.py::test_name`: {row}")
+        for file, name in functions + tests:
+            if not (root / file).is_file():
+                problems.append(f"{file} does not exist")
+            elif name not in names_of(root / file):
+                problems.append(f"{file} has no {name}")
+    return problems
+
+
+def missing_files(text: str, root: Path = ROOT) -> list[str]:
+    """Links, Python files, and paths into a folder of ours that lead nowhere.
+
+    Other names in backquotes (metrics.jsonl, my.toml) are of what a run writes or a user brings.
+    """
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    folders = [path.name for path in root.iterdir() if path.is_dir() and path.name[0] not in "._"]
+    inside = re.findall(rf"(?<![\w/.-])((?:{'|'.join(map(re.escape, folders))})/[\w./-]*\w)", text)
+    python = re.findall(r"(?<![\w/.-])([\w-]+(?:/[\w-]+)*\.py)\b", text)
+    named = {path for path in (*links, *inside, *python) if not path.startswith("runs/")}
+    # A file in the list of a folder's contents is named without its folder.
+    nearby = {path.name for folder in folders for path in (root / folder).iterdir()}
+    return sorted(
+        path for path in named if not (root / path).exists() and ("/" in path or path not in nearby)
+    )
+
+
+def test_the_table_from_idea_to_test_names_what_exists():
+    text = (ROOT / "README.md").read_text()
+    assert table_problems(text) == []
+    assert len(idea_rows(text)) >= 10
+
+
+def test_every_file_that_the_readme_names_exists():
+    assert missing_files((ROOT / "README.md").read_text()) == []
+
+
+def test_a_name_that_does_not_exist_is_found():
+    head = "| idea | function | test |\n|---|---|---|\n"
+    good = "| a | `grpo.py: policy_loss` | `tests/test_house.py::test_every_source_is_finished` |\n"
+    assert table_problems(head + good) == [] and len(idea_rows(head + good)) == 1
+    assert table_problems(head + good.replace("policy_loss", "rl_loss"))
+    assert table_problems(head + good.replace("grpo.py", "gone.py"))
+    assert table_problems(head + good.replace("is_finished", "is_unfinished"))
+    assert table_problems(head + good.replace("`", ""))
+    assert (
+        table_problems(head + good.replace("grpo.py: policy_loss", "lora.py: LoRALinear.add")) == []
+    )
+    assert idea_rows("| file | its one idea |\n|---|---|\n| `grpo.py` | losses |\n") == []
+    assert missing_files(
+        "see [it](gone.md), `gone.py`, python assets/gone.py and tests/gone.toml"
+    ) == [*("assets/gone.py", "gone.md", "gone.py", "tests/gone.toml")]
+    assert missing_files("`train.py`, `wiki_search.py`, metrics.jsonl, https://a.b/c.py") == []
+
+
+# --- what every file owes its reader --------------------------------------------------------------
+
+
+def test_every_source_is_finished():
+    marks = re.compile(
+        r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if marks.search(line)
+    ]
+    assert found == []
+
+
+def test_the_licence_is_there():
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text()
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public functions and classes without a docstring, unless their body is at most twelve lines.
+
+    __init__ and forward are what their class's docstring says.
+    """
+    found = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in node.body:
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            lines = child.end_lineno - child.body[0].lineno + 1
+            exempt = child.name.startswith("_") or (
+                prefix and child.name in ("forward", "backward")
+            )
+            if lines > 12 and not exempt and not ast.get_docstring(child):
+                found.append(prefix + child.name)
+            if isinstance(child, ast.ClassDef):
+                visit(child, f"{child.name}.")
+
+    visit(tree, "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_public_and_not_tiny_says_what_it_does(path):
+    tree = parsed(path.relative_to(ROOT))
+    assert ast.get_docstring(tree), "a file begins with its one idea"
+    assert undocumented(tree) == []
+
+
+def test_an_undocumented_function_is_found():
+    body = "\n".join(f"    x = {number}" for number in range(13))
+    assert undocumented(ast.parse(f"def f():\n{body}")) == ["f"]
+    assert undocumented(ast.parse(f'def f():\n    """What."""\n{body}')) == []
+    assert undocumented(ast.parse(f"def _f():\n{body}")) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_error_is_swallowed(path):
+    """No bare except, and none that passes over everything."""
+    for node in ast.walk(parsed(path.relative_to(ROOT))):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{path.name}:{node.lineno}: a bare except"
+            broad = getattr(node.type, "id", "") in ("Exception", "BaseException")
+            silent = all(isinstance(statement, ast.Pass | ast.Continue) for statement in node.body)
+            assert not (broad and silent), f"{path.name}:{node.lineno}: a silent fallback"

@@ -1,0 +1,494 @@
+"""The RL run: GRPO on an agent's episodes, training a LoRA adapter and shipping nothing else.
+
+    python train.py --rank 8                         the default: a tiny wiki-search agent, minutes
+    python train.py --config my.toml --steps 50      any field below, from a file and as a flag
+    python train.py --output runs/x --resume         go on where a run stopped, bit for bit
+
+One step, numbered as in the README's figure:
+
+      ┌──► 1 sample ──► 2 score ──► 3 advantages ──► 4 loss ──► 5 step ──► 6 publish ──┐
+      │    engine: P groups of G     reward minus    trainer /   Adam on    adapter     │
+      │    episodes, version k       group mean      sampler     A and B    directory   │
+      └──────────────────────── version k + 1, read back by the engine ◄────────────────┘
+
+This file knows all others and holds no mathematics: losses are in grpo.py, the policy in model.py
+and lora.py, sampling in rollout.py, the adapter's directory in broadcast.py.
+
+Left out on purpose: several optimizer steps on one batch (the batch would be off-policy for all but
+the first), a learning-rate decay (a run can be made longer without changing its past).
+
+Axes: P prompts (groups), G samples per group, S sequences, T tokens.
+"""
+
+import argparse
+import asyncio
+import errno
+import math
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+from tqdm import tqdm
+
+from broadcast import list_published, publish, retire
+from chat import Tokenizer, load_tokenizer
+from environments import load_environment, tool_schema
+from grpo import LOSSES, group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
+from lora import TARGETS, LoRAConfig, adapter_disabled, inject_lora, lora_parameters
+from model import Qwen3
+from rollout import TorchEngine, Trajectory, derive_seed, run_groups
+from run import (
+    Run,
+    append_row,
+    cut_back,
+    finish,
+    load_checkpoint,
+    open_run,
+    read_toml,
+    run_name,
+    sample_row,
+    save_checkpoint,
+    step_line,
+)
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+Loss = Literal[tuple(LOSSES)]
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Trains a LoRA adapter by reinforcement learning and writes it as a PEFT directory."""
+
+    rank: int = 8
+    """Rank of the adapter on every target."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
+    target_modules: tuple[str, ...] = TARGETS
+    """Names of the adapted projections."""
+
+    model: str = str(ASSETS / "tiny-qwen3")
+    """Qwen3 checkpoint: a directory or a Hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen base; the adapter and the optimizer are always fp32."""
+    device: str = "cpu"
+    """Where to compute, e.g. cpu or cuda."""
+
+    environment: Literal["wiki_search", "math_qa"] = "wiki_search"
+    """The task, a file in environments/."""
+    corpus: str = str(ASSETS / "tiny-wiki" / "corpus.jsonl")
+    """wiki_search: pages to search (id, title, content), JSONL, parquet, or a Hub dataset."""
+    questions: str = str(ASSETS / "tiny-wiki" / "questions.jsonl")
+    """Training questions (question, answer)."""
+    eval_questions: str = str(ASSETS / "tiny-wiki" / "eval_questions.jsonl")
+    """Held-out questions; empty holds out the last quarter of the training questions."""
+    search_results: int = 3
+    """wiki_search: pages that one search shows."""
+
+    steps: int = 20
+    """Optimizer steps, one for each batch of episodes."""
+    groups: int = 8
+    """Questions per step (P)."""
+    group_size: int = 16
+    """Episodes per question (G)."""
+    temperature: float = 1.0
+    """Sampling temperature, the same in the trainer's logprobs."""
+    max_turns: int = 10
+    """Turns of an episode; one that still calls a tool then has reward 0."""
+    max_new_tokens: int = 64
+    """Tokens of a turn."""
+    max_length: int = 512
+    """Tokens of an episode, prompt included."""
+
+    lr: float = 1e-3
+    """Learning rate of Adam, constant after the warm-up."""
+    warmup: int = 3
+    """Steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    loss: Loss = "grpo"
+    """Policy loss, see grpo.py."""
+    advantage_scale: Literal["none", "std"] = "none"
+    """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
+    kl: float = 0.0
+    """Weight of the KL to the reference, which is the base with the adapter off."""
+
+    seed: int = 0
+    """A seed repeats its run exactly on the same machine."""
+    eval_size: int = 264
+    """Held-out questions answered before and after training, greedily."""
+    eval_every: int = 0
+    """Also evaluate every so many steps; 0 for never."""
+    save_every: int = 10
+    """Steps between checkpoints."""
+    slots: int = 128
+    """Episodes that the engine samples at once."""
+    micro_tokens: int = 4096
+    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
+
+    output: str = ""
+    """Directory of the run; by default a new one under runs/."""
+    resume: bool = False
+    """Go on with the run in --output; only --steps may differ."""
+
+
+def parse_config(arguments: list[str]) -> Config:
+    """Flags over the TOML file of --config over the defaults. ValueError for an unknown key."""
+    parser = argparse.ArgumentParser("train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.toml")
+    file, arguments = parser.parse_known_args(arguments)
+    defaults = Config(**read_toml(Path(file.config), Config)) if file.config else Config()
+    description = f"{Config.__doc__} --config FILE.toml sets any of these fields first."
+    return tyro.cli(Config, default=defaults, args=arguments, description=description)
+
+
+def check_config(config: Config) -> None:
+    """ValueError for what would fail or mislead later."""
+    positive = """steps groups group_size max_turns max_new_tokens slots search_results eval_size
+        save_every micro_tokens lr temperature max_grad_norm""".split()
+    for name in (*positive, "kl", "warmup", "eval_every", "seed"):
+        value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
+        if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
+            raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
+    if config.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
+
+
+# --- the stages -----------------------------------------------------------------------------------
+
+
+def tasks_of_step(tasks: list, step: int, groups: int, seed: int) -> list:
+    """The step's questions: every epoch is a new permutation, the place in it follows from step."""
+    chosen = []
+    for place in range(step * groups, (step + 1) * groups):
+        epoch, index = divmod(place, len(tasks))
+        order = random.Random(derive_seed(seed, epoch)).sample(tasks, len(tasks))
+        chosen.append(order[index])
+    return chosen
+
+
+@dataclass
+class Batch:
+    """Trajectories side by side, padded on the right. Position t speaks of token t + 1."""
+
+    ids: Tensor  # (S, T)
+    mask: Tensor  # (S, T-1) whether token t + 1 was sampled
+    sampler_logprobs: Tensor  # (S, T-1)
+    advantages: Tensor  # (S,)
+
+
+def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
+    """(trajectory, advantage) pairs by length, in batches of at most `tokens` padded tokens."""
+    pairs = sorted(pairs, key=lambda pair: len(pair[0].token_ids), reverse=True)
+    batches = []
+    while pairs:
+        length = len(pairs[0][0].token_ids)
+        chosen, pairs = pairs[: max(1, tokens // length)], pairs[max(1, tokens // length) :]
+        ids = torch.zeros(len(chosen), length, dtype=torch.long)
+        mask = torch.zeros(len(chosen), length, dtype=torch.bool)
+        sampler_logprobs = torch.zeros(len(chosen), length)
+        for row, (trajectory, _) in enumerate(chosen):
+            n = len(trajectory.token_ids)
+            ids[row, :n] = torch.tensor(trajectory.token_ids)
+            mask[row, :n] = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+            sampler_logprobs[row, :n] = torch.tensor(trajectory.logprobs)
+        advantages = torch.tensor([advantage for _, advantage in chosen], dtype=torch.float32)
+        tensors = (ids, mask[:, 1:], sampler_logprobs[:, 1:], advantages)
+        batches.append(Batch(*(tensor.to(device) for tensor in tensors)))
+    return batches
+
+
+def loss_and_backward(model, batches: list[Batch], denominator: int, config: Config) -> dict:
+    """Stage 4 over all micro-batches: gradients are left on the adapter, metrics returned."""
+    seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
+    loss_sum = 0.0
+    for number, batch in enumerate(batches):
+        logprobs, entropy = model.token_logprobs(batch.ids, batch.mask, config.temperature)
+        loss, _ = policy_loss(
+            config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
+        )
+        if config.kl > 0 or number == 0:  # without a KL loss, one micro-batch serves as the metric
+            with adapter_disabled(model), torch.no_grad():
+                reference, _ = model.token_logprobs(batch.ids, batch.mask, config.temperature)
+            seen["policy"].append(logprobs.detach()[batch.mask])
+            seen["reference"].append(reference[batch.mask])
+        if config.kl > 0:
+            arguments = (logprobs, batch.sampler_logprobs, reference, batch.mask, denominator)
+            loss = loss + config.kl * kl_loss(*arguments)
+        loss.backward()
+        loss_sum += loss.item()
+        seen["trainer"].append(logprobs.detach()[batch.mask])
+        seen["sampler"].append(batch.sampler_logprobs[batch.mask])
+        seen["entropy"].append(entropy[batch.mask])
+    tokens = {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in seen.items()}
+    everywhere = torch.ones_like(tokens["trainer"])
+    metrics = {"loss": loss_sum, "tokens_trained": len(tokens["trainer"])}
+    metrics["entropy"] = tokens["entropy"].mean().item() if batches else 0.0
+    metrics |= mismatch_metrics(tokens["trainer"], tokens["sampler"], everywhere)
+    measured = torch.ones_like(tokens["policy"])
+    metrics["reference_kl"] = kl_estimates(tokens["policy"], tokens["reference"], measured)["k3"]
+    return metrics
+
+
+def optimizer_step(model, optimizer, step: int, config: Config) -> float:
+    """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
+    parameters = {n: p for n, p in lora_parameters(model).items() if p.grad is not None}
+    for name, parameter in parameters.items():
+        if not torch.isfinite(parameter.grad).all():
+            raise RuntimeError(
+                f"the gradient of {name} is not finite; version {step} is kept; try a lower --lr"
+            )
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm).item()
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * min(1.0, (step + 1) / (config.warmup + 1))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def self_check(model, trajectories: list[Trajectory], config: Config) -> str:
+    """Before the first step: the new adapter changes nothing, and trainer and sampler agree."""
+    batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
+    with torch.no_grad():
+        logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
+        with adapter_disabled(model):
+            base, _ = model.token_logprobs(batch.ids, batch.mask)
+    if not torch.equal(logprobs, base):
+        raise RuntimeError("the new adapter, whose B is zero, changes the model")
+    largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
+    return (
+        "self-check: the new adapter changes no bit; trainer and sampler differ by at most "
+        f"{largest:.0e} a logprob"
+    )
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trainer:
+    """What a run holds, and the three things it does with its engine."""
+
+    config: Config
+    environment: Any
+    tokenizer: Tokenizer
+    model: Qwen3
+    lora: LoRAConfig
+    optimizer: torch.optim.Optimizer
+    engine: TorchEngine
+    run: Run
+    adapter: str = ""  # the version that samples, by the name under which the engine has it
+    published: Path | None = None  # and by its directory
+
+    def publish(self) -> None:
+        """Ships version run.step: writes its directory, loads it, retires the version before."""
+        broadcasts = self.run.directory / "broadcasts" / f"attempt_{self.run.attempt}"
+        path = publish(self.model, self.lora, broadcasts, self.run.step, self.config.model)
+        name = f"{self.run.run_id}-{self.run.attempt}-{self.run.step}"
+        self.engine.add_adapter(name, path)
+        if self.published:
+            self.engine.remove_adapter(self.adapter)
+            retire(self.published)
+        self.adapter, self.published = name, path
+
+    async def play(self, tasks, group_size, temperature, label) -> list[list[Trajectory]]:
+        """(P, G) episodes by the published version."""
+        with tqdm(total=len(tasks) * group_size, desc=label, leave=False, disable=None) as bar:
+            groups = await run_groups(
+                self.engine,
+                self.tokenizer,
+                self.environment,
+                tasks,
+                group_size,
+                seed=self.config.seed,
+                step=self.run.step,
+                progress=lambda done, total: bar.update(),
+                adapter=self.adapter,
+                version=self.run.step,
+                temperature=temperature,
+                max_turns=self.config.max_turns,
+                max_new_tokens=self.config.max_new_tokens,
+            )
+        self.engine.drop_cache(self.adapter)  # a step depends, to the last bit, on itself alone
+        return groups
+
+    async def evaluate(self) -> tuple[dict, list[Trajectory]]:
+        """Greedy mean reward on the held-out questions, and what became of the episodes."""
+        tasks = self.environment.eval[: self.config.eval_size]
+        episodes = [group[0] for group in await self.play(tasks, 1, 0.0, "evaluating")]
+        outcomes = Counter(self.environment.outcome(e.task, e.messages) for e in episodes)
+        reward = sum(episode.reward for episode in episodes) / len(episodes)
+        return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
+
+
+def set_up(config: Config) -> Trainer:
+    """Everything that can be wrong is found here, before the run's directory is made."""
+    check_config(config)
+    options = {"questions": config.questions, "eval_questions": config.eval_questions or None}
+    if config.environment == "wiki_search":
+        options |= {"corpus": config.corpus, "results": config.search_results}
+    environment = load_environment(config.environment, **options)
+    if not environment.eval:
+        raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")
+    tokenizer = load_tokenizer(config.model)
+    check_prompts(environment, tokenizer, config)
+    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
+    base_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    torch.manual_seed(config.seed)
+    lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
+    names = inject_lora(model, lora)
+    # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
+    parameters = lora_parameters(model)
+    optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise RuntimeError("the optimizer's parameters are not those that require gradients")
+    engine = TorchEngine(model, config.slots, config.max_length)
+
+    run = load_checkpoint(open_run(config, run_name(config)), model, optimizer)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        cut_back(run.directory / name, run.step)
+    for attempt in (run.directory / "broadcasts").glob("attempt_*"):
+        for path in list_published(attempt):
+            retire(path)  # left by an attempt that died
+    run.base_parameters = base_parameters
+    run.adapter_parameters = sum(parameter.numel() for parameter in parameters.values())
+    print(
+        f"{config.environment}: {len(environment.train)} questions to train on, "
+        f"{len(environment.eval[: config.eval_size])} held out\n"
+        f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
+        f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(names)} adapters of rank "
+        f"{config.rank}\n"
+        f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
+        flush=True,
+    )
+    return Trainer(config, environment, tokenizer, model, lora, optimizer, engine, run)
+
+
+def check_prompts(environment, tokenizer: Tokenizer, config: Config) -> None:
+    """ValueError if a question leaves no room for an answer."""
+    schemas = [tool_schema(tool) for tool in environment.tools]
+    for task in environment.train + environment.eval[: config.eval_size]:
+        length = len(tokenizer.encode(tokenizer.render(environment.prompt(task), schemas, True)))
+        if length >= config.max_length:
+            raise ValueError(
+                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
+                f"{config.max_length}; raise --max-length"
+            )
+
+
+async def train(config: Config) -> None:
+    """One run, from its first check to the last line that it prints."""
+    started = time.monotonic()
+    trainer = set_up(config)
+    run, model, environment = trainer.run, trainer.model, trainer.environment
+    whole, step = True, run.step  # whole: parameters, run.step and rows are of one moment
+    try:
+        trainer.publish()
+        if not run.eval_before:
+            run.eval_before, episodes = await trainer.evaluate()
+            print(self_check(model, episodes[:16], config))
+            print(f"held out before training: {run.eval_before['reward']:.3f}", flush=True)
+        while run.step < config.steps:
+            step, eval_reward = run.step + 1, None
+            if config.eval_every and run.step and run.step % config.eval_every == 0:
+                eval_reward = (await trainer.evaluate())[0]["reward"]
+            clock = [time.monotonic()]
+            # 1 sample
+            tasks = tasks_of_step(environment.train, run.step, config.groups, config.seed)
+            label = f"step {step} sampling"
+            groups = await trainer.play(tasks, config.group_size, config.temperature, label)
+            clock.append(time.monotonic())
+            # 2 score: the environment did, at the end of each episode
+            rewards_P_G = torch.tensor([[episode.reward for episode in group] for group in groups])
+            # 3 advantages
+            advantages_P_G = group_advantages(rewards_P_G, config.advantage_scale)
+            equal_P = (rewards_P_G == rewards_P_G[:, :1]).all(dim=1)
+            # 4 loss; groups of equal reward have no policy gradient, and are not computed
+            pairs = [
+                (episode, advantage)
+                for group, advantages_G, equal in zip(groups, advantages_P_G, equal_P, strict=True)
+                if config.kl > 0 or not equal
+                for episode, advantage in zip(group, advantages_G.tolist(), strict=True)
+            ]
+            episodes = [episode for group in groups for episode in group]
+            sampled = sum(sum(episode.loss_mask) for episode in episodes)
+            batches = micro_batches(pairs, config.micro_tokens, config.device)
+            metrics = loss_and_backward(model, batches, sampled, config)
+            # 5 step
+            metrics["grad_norm"] = optimizer_step(model, trainer.optimizer, run.step, config)
+            clock.append(time.monotonic())
+            # 6 publish
+            whole, run.step = False, step
+            trainer.publish()
+
+            row = {
+                "step": step,
+                "version": episodes[0].version,  # of which both rewards speak
+                "reward": rewards_P_G.mean().item(),
+                "eval_reward": eval_reward,
+                **metrics,
+                "turns": sum(episode.turns for episode in episodes) / len(episodes),
+                "tokens_sampled": sampled,
+                "groups_skipped": int(equal_P.sum()),
+                "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
+                "staleness_max": max(step - 1 - episode.version for episode in episodes),
+                "seconds": time.monotonic() - clock[0],
+                "sample_tokens_per_second": sampled / (clock[1] - clock[0]),
+                "train_tokens_per_second": sum(len(pair[0].token_ids) for pair in pairs)
+                / (clock[2] - clock[1]),
+            }
+            run.seconds += row["seconds"]
+            append_row(run.directory / "metrics.jsonl", row)
+            for episode, advantage in pairs[:2]:
+                append_row(run.directory / "samples.jsonl", sample_row(run, episode, advantage))
+            whole = True
+            print(step_line(row, run, config), flush=True)
+            if run.step % config.save_every == 0:
+                save_checkpoint(run, model, trainer.lora, trainer.optimizer)
+        run.eval_after, _ = await trainer.evaluate()
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise RuntimeError(f"{run.directory}, step {step}: {error}") from error
+    finally:
+        # However the loop ended, what a user would want to keep is kept. Ctrl-C cancels it at an
+        # await, so before stage 2; what fails in stage 6 leaves the last checkpoint as it is.
+        if whole:
+            seconds = time.monotonic() - started
+            finish(run, model, trainer.lora, trainer.optimizer, config, seconds)
+
+
+def main(arguments: list[str]) -> None:
+    """What a user can mend is one line, and Ctrl-C or SIGTERM saves what there is."""
+
+    async def until_signal(config: Config) -> None:
+        task = asyncio.current_task()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await train(config)
+
+    try:
+        asyncio.run(until_signal(parse_config(arguments)))
+    except (ValueError, RuntimeError, ArithmeticError, ImportError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "; make room, then go on with --output and --resume" if full else ""
+        raise SystemExit(f"train.py: {error}{hint}") from None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
