@@ -235,10 +235,9 @@ class TorchEngine:
     async def run(self) -> None:
         """The background task: steps until nothing is left, or until one fails."""
         try:
-            self.step()
             while self.unfinished():
-                await asyncio.sleep(0)  # episodes run their tools and ask for their next turns
                 self.step()
+                await asyncio.sleep(0)  # episodes run their tools and ask for their next turns
         except BaseException as error:
             for stream in self.unfinished():  # nobody may wait for ever
                 if isinstance(error, Exception):

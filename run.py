@@ -306,13 +306,15 @@ def plot(run: Run, title: str, panels: dict[str, str]) -> None:
     for axis, (key, name) in zip(axes.flat, panels.items(), strict=False):
         axis.plot(steps, [row[key] for row in rows], marker=".")
         axis.set_title(name)
+        if key == "mismatch_max":
+            axis.set_yscale("log")
         axis.grid(alpha=0.3)
-    for place, result in ((0, run.eval_before), (run.step, run.eval_after)):
+    for place, result, side in ((0, run.eval_before, "left"), (run.step, run.eval_after, "right")):
         if result:
             axes[0, 0].plot(place, result["reward"], "o", color="tab:red")
             label = f"held out {result['reward']:.2f}"
             axes[0, 0].annotate(
-                label, (place, result["reward"]), (0, 6), textcoords="offset points"
+                label, (place, result["reward"]), (0, -14), textcoords="offset points", ha=side
             )
     axes[0, 0].set_ylim(0, 1.1)
     for axis in axes[1]:

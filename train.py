@@ -221,7 +221,8 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
         loss, _ = policy_loss(
             config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
         )
-        if config.kl > 0 or number == 0:  # without a KL loss, one micro-batch serves as the metric
+        # Without a KL loss one micro-batch, of middling length, serves as the metric.
+        if config.kl > 0 or number == len(batches) // 2:
             with adapter_disabled(model), torch.no_grad():
                 reference, _ = model.token_logprobs(batch.ids, batch.mask, config.temperature)
             seen["policy"].append(logprobs.detach()[batch.mask])

@@ -329,6 +329,19 @@ def test_a_conversation_goes_on_before_newcomers_evict_it(published):
     assert sum(lengths) - 6 * 3 - 12 <= sum(counts) <= sum(lengths) - 6 * 3
 
 
+def test_the_slot_that_nobody_used_for_longest_is_evicted(published):
+    engine = make_engine(published, slots=3)
+    counts = count_computed(engine)
+    for first in (1, 2, 3, 1, 4):  # 2 has to make room for 4
+        play(engine, [Request([first] * 9, 1, seed=0)])
+    del counts[:]
+    for first in (1, 3, 4):
+        play(engine, [Request([first] * 9, 1, seed=0)])
+    assert counts == [1, 1, 1]
+    play(engine, [Request([2] * 9, 1, seed=0)])
+    assert counts == [1, 1, 1, 9]
+
+
 def test_an_adapter_never_meets_the_cache_of_another(published):
     engine = make_engine({"a": published["a"]})
     request = Request(list(range(1, 15)), 3, adapter="a", seed=0)
@@ -416,16 +429,18 @@ def test_an_error_reaches_every_caller_and_leaves_nothing_behind(published):
     whole = weight.clone()
 
     async def everyone():
-        requests = [Request([1, 2, i], 5, adapter="b", seed=i) for i in range(5)]
+        requests = [Request([1, 2, i] * 5, 5, adapter="b", seed=i) for i in range(5)]
         return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
     weight.fill_(float("nan"))
     answers = asyncio.run(asyncio.wait_for(everyone(), 10))
     assert [type(answer) for answer in answers] == [FloatingPointError] * 5
-    assert "adapter 'b'" in str(answers[0]) and "position 3" in str(answers[0])
+    assert "adapter 'b'" in str(answers[0]) and "position 15" in str(answers[0])
     weight.copy_(whole)
-    request = Request([1, 2, 3], 5, adapter="b", seed=0)
-    check(engine.model, request, play(engine, [request, request])[0])  # no NaN stayed in the cache
+    # No NaN may stay in the cache: the short stream's slot is read as far as the long one's.
+    short, long = (Request([1, 2, 3] * n, 5, adapter="b", seed=n) for n in (1, 6))
+    for request, completion in zip((short, long), play(engine, [short, long]), strict=True):
+        check(engine.model, request, completion)
 
 
 def test_a_cancelled_request_frees_its_slot(published):
@@ -858,26 +873,35 @@ def groups_of(tokenizer, engine=None, **options):
     engine = engine or SeededEngine(tokenizer, [])
     tasks = [Task(str(p), f"question {p}", "") for p in range(3)]
     options = {"seed": 1, "step": 2, "adapter": None, "version": 0, "temperature": 1.0} | options
-    return asyncio.run(run_groups(engine, tokenizer, Arithmetic(), tasks, 4, **options))
+    return run_groups(engine, tokenizer, Arithmetic(), tasks, 4, **options)
 
 
 def test_groups_keep_their_order_and_their_seeds(tokenizer):
     seen, engine = [], SeededEngine(tokenizer, [])
-    groups_P_G = groups_of(tokenizer, progress=lambda done, total: seen.append((done, total)))
+    groups_P_G = asyncio.run(
+        groups_of(tokenizer, progress=lambda done, total: seen.append((done, total)))
+    )
     assert seen == [(i + 1, 12) for i in range(12)]
     for p, group in enumerate(groups_P_G):
         assert [episode.task.id for episode in group] == [str(p)] * 4
         for g, episode in enumerate(group):
             assert episode.messages[-1]["content"] == str(derive_seed(1, 2, p, g))
-    assert groups_of(tokenizer, engine, concurrency=2) == groups_P_G and engine.most == 2
+    again = asyncio.run(groups_of(tokenizer, engine, concurrency=2))
+    assert again == groups_P_G and engine.most == 2
     assert len({derive_seed(1, 2, p, g) for p in range(50) for g in range(50)}) == 2500
     assert derive_seed(0, 1, 2, 3) == 3252311618909706447  # on every machine, for good
 
 
 def test_one_failing_episode_ends_them_all(tokenizer):
     engine = SeededEngine(tokenizer, ["fail"])
-    with pytest.raises(RuntimeError, match="no more"):
-        groups_of(tokenizer, engine)
+
+    async def failing():
+        with pytest.raises(RuntimeError, match="no more"):
+            await groups_of(tokenizer, engine)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(failing())
 
 
 @settings(max_examples=5)
@@ -888,6 +912,6 @@ def test_groups_on_the_real_engine_do_not_depend_on_concurrency(tokenizer, seed)
     results = []
     for slots, concurrency in ((12, None), (3, 2)):
         options |= {"engine": TorchEngine(model, slots, 400), "concurrency": concurrency}
-        groups_P_G = groups_of(tokenizer, **options)
+        groups_P_G = asyncio.run(groups_of(tokenizer, **options))
         results.append([(e.token_ids, e.finish_reason) for group in groups_P_G for e in group])
     assert results[0] == results[1]

@@ -666,7 +666,11 @@ def test_a_signal_keeps_what_there_is(tmp_path, small, monkeypatch, number):
 
     monkeypatch.setattr(train, "append_row", then_signal)
     (tmp_path / "c.toml").write_text(to_toml(Config(**small)))
-    assert refusal(["--config", tmp_path / "c.toml", "--output", output]) == "130"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # "pytest &" ignores it
+    try:
+        assert refusal(["--config", tmp_path / "c.toml", "--output", output]) == "130"
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert checkpoints(output) == ["step_000001"]
     assert {"adapter", "summary.json", "reward.png"} <= {path.name for path in output.iterdir()}
 
@@ -916,7 +920,12 @@ def test_ctrl_c_in_a_terminal_and_on_again(tmp_path, number):
     output = tmp_path / "run"
     command = [sys.executable, str(ROOT / "train.py"), "--output", str(output)]
     command += ["--groups", "2", "--group-size", "4", "--eval-size", "8"]
-    process = subprocess.Popen([*command, "--steps", "50"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--steps", "50"],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # "pytest &" ignores it
+    )
     for line in process.stdout:
         if line.startswith("step"):
             process.send_signal(number)
