@@ -332,14 +332,16 @@ def test_a_conversation_goes_on_before_newcomers_evict_it(published):
 def test_the_slot_that_nobody_used_for_longest_is_evicted(published):
     engine = make_engine(published, slots=3)
     counts = count_computed(engine)
-    for first in (1, 2, 3, 1, 4):  # 2 has to make room for 4
-        play(engine, [Request([first] * 9, 1, seed=0)])
-    del counts[:]
-    for first in (1, 3, 4):
-        play(engine, [Request([first] * 9, 1, seed=0)])
-    assert counts == [1, 1, 1]
-    play(engine, [Request([2] * 9, 1, seed=0)])
-    assert counts == [1, 1, 1, 9]
+    streams = {}
+
+    def turn(i) -> int:
+        del counts[:]
+        prompt = streams.get(i, [i] * 9)
+        streams[i] = [*prompt, *play(engine, [Request(prompt, 1, seed=0)])[0].token_ids, 5]
+        return sum(counts)
+
+    assert [turn(i) for i in (1, 2, 3, 1, 4)] == [9, 9, 9, 2, 9]  # 2 has to make room for 4
+    assert [turn(i) for i in (3, 1, 4, 2)] == [2, 2, 2, 11]
 
 
 def test_an_adapter_never_meets_the_cache_of_another(published):
@@ -865,6 +867,8 @@ class SeededEngine(ScriptedEngine):
         self.inside -= 1
         if self.turns and request.seed % 7 == 3:
             raise RuntimeError("no more")
+        if self.turns:
+            await asyncio.sleep(60)
         ids = self.spell(str(request.seed)) + [self.tokenizer.end_of_turn_id]
         return Completion(ids, [0.0] * len(ids), "stop")
 

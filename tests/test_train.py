@@ -280,6 +280,7 @@ def test_the_adapter_to_deploy_is_the_last_version_that_was_published(straight):
         assert torch.equal(tensors[name], trained[name])
     assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
     assert straight.trainer.engine.adapters == [straight.trainer.adapter]
+    assert not straight.trainer.engine.lengths.any()  # no cache that another step could find
 
 
 def test_no_bit_of_the_base_changes_in_a_run(straight):
@@ -302,11 +303,18 @@ def test_the_optimizer_holds_the_adapter_and_the_adapter_alone(tmp_path, small):
 # --- the same again -------------------------------------------------------------------------------
 
 
-def test_a_seed_repeats_its_run_bit_for_bit_and_another_seed_does_not(tmp_path, small, straight):
+def test_a_seed_repeats_its_run_bit_for_bit_and_another_seed_does_not(
+    tmp_path, small, straight, monkeypatch
+):
     one = go(tmp_path / "one", small, steps=3)
     assert rows_of(one) == rows_of(straight.output)[:3]
     assert state_of(one, 3) == state_of(straight.output, 3)
+    seeds_of_draws, run_groups = [], train.run_groups
+    monkeypatch.setattr(
+        train, "run_groups", lambda *a, **o: seeds_of_draws.append(o["seed"]) or run_groups(*a, **o)
+    )
     other = go(tmp_path / "other", small, steps=1, seed=1)
+    assert set(seeds_of_draws) == {1}
     assert rows_of(other)[0] != rows_of(one)[0]
     assert state_of(other, 1)[0] != contents(one / "adapter")
 
