@@ -20,7 +20,7 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from environments import call_tool
+from environments import call_tool, tool_schema
 from model import checkpoint_directory
 
 
@@ -74,6 +74,11 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             **self.special_tokens,
         )
+
+    def prompt_ids(self, environment, task) -> list[int]:
+        """What an episode starts with: the environment's messages and tools."""
+        schemas = [tool_schema(tool) for tool in environment.tools]
+        return self.encode(self.render(environment.prompt(task), schemas, True))
 
     def after_dummy(self, messages: list[dict], add_generation_prompt: bool) -> str:
         """What the template writes after an assistant's text, whatever that text was."""
@@ -131,7 +136,8 @@ def parse_tool_calls(text: str) -> list[str]:
 
 
 def answer_call(tools: list[Callable], call: str) -> str:
-    """What the model reads after its call: the result, or what was wrong; never an exception."""
+    """What the model reads after its call: the result, or what was wrong; never an exception for
+    what the model wrote."""
     try:
         if call.startswith("<tool_call>"):
             raise ValueError("</tool_call> is missing")

@@ -4,7 +4,8 @@
               │                                                      ▲
               └─► dropout ─► A (r, in) ─► B (out, r) ─► * alpha / r ─┘
 
-A starts Kaiming-uniform, B starts at zero, so training starts exactly at the base model.
+A starts Kaiming-uniform (as in the authors' code; their paper says Gaussian), B starts at zero, so
+training starts exactly at the base model.
 
 One layer, one mechanism. A layer holds any number of named adapters beside one frozen base, and a
 selection that all layers of a model share says which adapter acts on which rows of the batch:

@@ -5,8 +5,8 @@
     logits = norm(x) @ head.T                      head = embed.weight where the embeddings are tied
 
 What makes it Qwen3 (arXiv 2505.09388): K key-value heads shared by groups of H/K query heads, an
-RMSNorm on every single query and key head before the rotary embedding, SwiGLU, no biases, and a
-head_dim that need not be hidden_size / H.
+RMSNorm on every single query and key head before the rotary embedding, SwiGLU, and a head_dim that
+need not be hidden_size / H.
 
 Parameters carry Hugging Face's names ("model.layers.0.self_attn.q_proj.weight"), so a checkpoint is
 loaded without a mapping table, and every tensor must be there, be used, and have its shape.
@@ -182,9 +182,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class CacheWrite:
     """Where a forward pass over new tokens reads and writes the cache.
 
-    rows: the slots, as a slice (a view: the decode path copies nothing) or an index tensor (S,).
-    positions: (S, T) place of each new token in its stream. valid: (S, T) or None when every token
-    is real. visible: (S, 1, T, Tk) which cached keys each new token sees.
+    rows: the slots, as a slice (a view: the decode path copies nothing) or an index tensor (S,);
+    row_numbers: the same as a tensor. positions: (S, T) place of each new token in its stream.
+    valid: (S, T), or None when every token is real. visible: (S, 1, T, cached tokens) which keys
+    each new token sees.
     """
 
     cache: KVCache
@@ -242,7 +243,7 @@ class Attention(nn.Module):
         q = q.reshape(S, self.kv_heads, group * T, C)
         visible = write.visible.repeat(1, 1, group, 1)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
-        return out.view(S, self.heads, T, C)
+        return out.reshape(S, self.heads, T, C)
 
 
 class MLP(nn.Module):
@@ -326,7 +327,7 @@ class Qwen3(nn.Module):
 
         input_ids (S, T); mask (S, T-1), true at t where token t+1 is wanted. Returns logprobs and
         entropy, (S, T-1) fp32 in nats at `temperature`: of token t+1 given tokens 0..t, zero where
-        the mask is. Only wanted positions meet the head. logprobs carry gradient, entropy none.
+        the mask is not. Only wanted positions meet the head. logprobs carry gradient, entropy none.
         """
         if mask.shape != (input_ids.shape[0], input_ids.shape[1] - 1):
             raise ValueError(

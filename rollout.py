@@ -39,7 +39,6 @@ from torch import Tensor
 import lora
 from broadcast import read_adapter
 from chat import Tokenizer, answer_call, parse_tool_calls
-from environments import tool_schema
 from model import KVCache, Qwen3
 
 
@@ -222,7 +221,7 @@ class TorchEngine:
             limit=min(request.max_new_tokens, self.max_length - len(prompt)),
             future=loop.create_future(),
         )
-        if not self.resume(stream):
+        if not self.reenter(stream):
             self.waiting.append(stream)
         if idle:
             self.task = loop.create_task(self.run())
@@ -274,7 +273,7 @@ class TorchEngine:
         shared = np.where(same.all(axis=1), T - 1, same.argmin(axis=1))
         return shared * (self.owner == stream.owner)
 
-    def resume(self, stream: Stream) -> bool:
+    def reenter(self, stream: Stream) -> bool:
         """Lets a conversation's next turn go on in the slot of the turn before.
 
         At once, before anybody in the queue can evict it; nothing is copied.
@@ -485,9 +484,8 @@ async def run_episode(
     depends on its position in the stream as well.
     """
     messages = list(environment.prompt(task))
-    schemas = [tool_schema(tool) for tool in environment.tools]
     episode = Trajectory(task, adapter, version, messages)
-    episode.add_forced(tokenizer.encode(tokenizer.render(messages, schemas)))
+    episode.add_forced(tokenizer.prompt_ids(environment, task))
     while episode.finish_reason is None:
         completion = await engine.generate(
             Request(

@@ -16,9 +16,11 @@ Left out on purpose: experiment trackers; every file here is text, safetensors o
 import dataclasses
 import io
 import json
+import os
 import random
 import resource
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,6 +174,8 @@ def cut_back(file: Path, step: int) -> None:
 def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2) -> None:
     """checkpoints/step_000010, whole or not at all; the last `keep` stay."""
     final = run.directory / "checkpoints" / f"step_{run.step:06d}"
+    if final.exists():
+        return  # a step has one outcome
     beside = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     progress = dataclasses.asdict(run) | {"directory": ""}
@@ -181,9 +185,10 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2)
         with naming(final):
             beside.mkdir(parents=True)
             save_adapter(model, lora, beside / "adapter")
-            (beside / "state.pt").write_bytes(data.getbuffer())
-            if final.exists():  # of the same step, saved before its evaluation
-                shutil.rmtree(final)
+            with (beside / "state.pt").open("wb") as file:
+                file.write(data.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
             beside.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already if all went well
@@ -257,10 +262,13 @@ def sample_row(run: Run, episode, advantage: float) -> dict:
 def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float) -> None:
     """Checkpoint, adapter, summary, picture, and the commands that load the adapter."""
     save_checkpoint(run, model, lora, optimizer)
-    adapter = run.directory / "adapter"
+    adapter, beside = run.directory / "adapter", run.directory / ".adapter.tmp"
+    shutil.rmtree(beside, ignore_errors=True)
+    save_adapter(model, lora, beside, config.model)
     shutil.rmtree(adapter, ignore_errors=True)
-    save_adapter(model, lora, adapter, config.model)
+    beside.rename(adapter)
     before, after = run.eval_before, run.eval_after
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
     summary = {
         "eval_before": before.get("reward"),
         "eval_after": after.get("reward"),
@@ -271,7 +279,7 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
         "adapter_parameters": run.adapter_parameters,
         "base_parameters": run.base_parameters,
         "adapter_bytes": (adapter / "adapter_model.safetensors").stat().st_size,
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),
     }
     write_json(run.directory / "summary.json", summary)
     plot(run, run_name(config), PANELS)

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from broadcast import list_published, publish, retire
 from chat import Tokenizer, load_tokenizer
-from environments import load_environment, tool_schema
+from environments import ENVIRONMENTS, load_environment
 from grpo import LOSSES, group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import TARGETS, LoRAConfig, adapter_disabled, inject_lora, lora_parameters
 from model import Qwen3
@@ -60,7 +60,15 @@ from run import (
 )
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-Loss = Literal[tuple(LOSSES)]
+SHIPPED_DATA = {
+    "wiki_search": {
+        "questions": ASSETS / "tiny-wiki" / "questions.jsonl",
+        "eval_questions": ASSETS / "tiny-wiki" / "eval_questions.jsonl",
+        "corpus": ASSETS / "tiny-wiki" / "corpus.jsonl",
+        "eval_corpus": ASSETS / "tiny-wiki" / "eval_corpus.jsonl",
+    },
+    "math_qa": {"questions": ASSETS / "math_qa.jsonl"},
+}
 
 
 # --- configuration --------------------------------------------------------------------------------
@@ -86,14 +94,16 @@ class Config:
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
 
-    environment: Literal["wiki_search", "math_qa"] = "wiki_search"
-    """The task, a file in environments/."""
-    corpus: str = str(ASSETS / "tiny-wiki" / "corpus.jsonl")
-    """wiki_search: pages to search (id, title, content), JSONL, parquet, or a Hub dataset."""
-    questions: str = str(ASSETS / "tiny-wiki" / "questions.jsonl")
-    """Training questions (question, answer)."""
-    eval_questions: str = str(ASSETS / "tiny-wiki" / "eval_questions.jsonl")
-    """Held-out questions; empty holds out the last quarter of the training questions."""
+    environment: Literal[tuple(ENVIRONMENTS)] = "wiki_search"
+    """The task, a file in environments/. Its own small data is used where none is named below."""
+    questions: str = ""
+    """Training questions (question, answer): JSONL, parquet, or a Hub dataset."""
+    eval_questions: str = ""
+    """Held-out questions; without them the last quarter of --questions is held out."""
+    corpus: str = ""
+    """wiki_search: pages to search (id, title, content)."""
+    eval_corpus: str = ""
+    """wiki_search: pages that held-out questions are about, if they are others."""
     search_results: int = 3
     """wiki_search: pages that one search shows."""
 
@@ -118,7 +128,7 @@ class Config:
     """Steps of linear warm-up."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-    loss: Loss = "grpo"
+    loss: Literal[tuple(LOSSES)] = "grpo"
     """Policy loss, see grpo.py."""
     advantage_scale: Literal["none", "std"] = "none"
     """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
@@ -145,13 +155,20 @@ class Config:
 
 
 def parse_config(arguments: list[str]) -> Config:
-    """Flags over the TOML file of --config over the defaults. ValueError for an unknown key."""
+    """Flags over the file of --config over the defaults; a resumed run starts from its own file.
+
+    Raises ValueError for an unknown key, SystemExit for an unknown flag.
+    """
     parser = argparse.ArgumentParser("train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.toml")
     file, arguments = parser.parse_known_args(arguments)
     defaults = Config(**read_toml(Path(file.config), Config)) if file.config else Config()
     description = f"{Config.__doc__} --config FILE.toml sets any of these fields first."
-    return tyro.cli(Config, default=defaults, args=arguments, description=description)
+    config = tyro.cli(Config, default=defaults, args=arguments, description=description)
+    saved = Path(config.output) / "config.toml"
+    if config.resume and not file.config and saved.is_file():
+        config = tyro.cli(Config, default=Config(**read_toml(saved, Config)), args=arguments)
+    return config
 
 
 def check_config(config: Config) -> None:
@@ -215,12 +232,13 @@ def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) ->
 def loss_and_backward(model, batches: list[Batch], denominator: int, config: Config) -> dict:
     """Stage 4 over all micro-batches: gradients are left on the adapter, metrics returned."""
     seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
-    loss_sum = 0.0
+    loss_sum = clipped = 0.0
     for number, batch in enumerate(batches):
         logprobs, entropy = model.token_logprobs(batch.ids, batch.mask, config.temperature)
-        loss, _ = policy_loss(
+        loss, counts = policy_loss(
             config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
         )
+        clipped += counts["clipped_low"] + counts["clipped_high"]
         # Without a KL loss one micro-batch, of middling length, serves as the metric.
         if config.kl > 0 or number == len(batches) // 2:
             with adapter_disabled(model), torch.no_grad():
@@ -239,6 +257,7 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
     everywhere = torch.ones_like(tokens["trainer"])
     metrics = {"loss": loss_sum, "tokens_trained": len(tokens["trainer"])}
     metrics["entropy"] = tokens["entropy"].mean().item() if batches else 0.0
+    metrics["clipped"] = clipped / max(len(tokens["trainer"]), 1)
     metrics |= mismatch_metrics(tokens["trainer"], tokens["sampler"], everywhere)
     measured = torch.ones_like(tokens["policy"])
     metrics["reference_kl"] = kl_estimates(tokens["policy"], tokens["reference"], measured)["k3"]
@@ -271,6 +290,8 @@ def self_check(model, trajectories: list[Trajectory], config: Config) -> str:
     if not torch.equal(logprobs, base):
         raise RuntimeError("the new adapter, whose B is zero, changes the model")
     largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
+    if largest > (1e-3 if config.dtype == "float32" else 0.5):
+        raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
     return (
         "self-check: the new adapter changes no bit; trainer and sampler differ by at most "
         f"{largest:.0e} a logprob"
@@ -286,6 +307,7 @@ class Trainer:
 
     config: Config
     environment: Any
+    held_out: Any  # the environment of the held-out questions
     tokenizer: Tokenizer
     model: Qwen3
     lora: LoRAConfig
@@ -306,13 +328,15 @@ class Trainer:
             retire(self.published)
         self.adapter, self.published = name, path
 
-    async def play(self, tasks, group_size, temperature, label) -> list[list[Trajectory]]:
+    async def play(
+        self, environment, tasks, group_size, temperature, label
+    ) -> list[list[Trajectory]]:
         """(P, G) episodes by the published version."""
         with tqdm(total=len(tasks) * group_size, desc=label, leave=False, disable=None) as bar:
             groups = await run_groups(
                 self.engine,
                 self.tokenizer,
-                self.environment,
+                environment,
                 tasks,
                 group_size,
                 seed=self.config.seed,
@@ -329,24 +353,55 @@ class Trainer:
 
     async def evaluate(self) -> tuple[dict, list[Trajectory]]:
         """Greedy mean reward on the held-out questions, and what became of the episodes."""
-        tasks = self.environment.eval[: self.config.eval_size]
-        episodes = [group[0] for group in await self.play(tasks, 1, 0.0, "evaluating")]
-        outcomes = Counter(self.environment.outcome(e.task, e.messages) for e in episodes)
+        tasks = self.held_out.eval[: self.config.eval_size]
+        groups = await self.play(self.held_out, tasks, 1, 0.0, "evaluating")
+        episodes = [group[0] for group in groups]
+        outcomes = Counter(
+            self.held_out.outcome(episode.task, episode.messages)
+            if episode.finish_reason == "answered"
+            else f"no answer: {episode.finish_reason}"
+            for episode in episodes
+        )
         reward = sum(episode.reward for episode in episodes) / len(episodes)
         return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
+
+
+def load_environments(config: Config) -> tuple[Any, Any]:
+    """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
+    files = dict(SHIPPED_DATA[config.environment])
+    for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
+        if getattr(config, name):
+            files[name] = getattr(config, name)
+            if name != "eval_corpus":  # what is held out of other data is not in the shipped files
+                files.pop("eval_corpus", None)
+            if name == "questions":
+                files.pop("eval_questions", None)
+    eval_corpus = files.pop("eval_corpus", None)
+    if config.environment == "wiki_search":
+        files["results"] = config.search_results
+    environment = load_environment(config.environment, **files)
+    if not environment.eval:
+        raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")
+    if not eval_corpus:
+        return environment, environment
+    return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
 
 
 def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
-    options = {"questions": config.questions, "eval_questions": config.eval_questions or None}
-    if config.environment == "wiki_search":
-        options |= {"corpus": config.corpus, "results": config.search_results}
-    environment = load_environment(config.environment, **options)
-    if not environment.eval:
-        raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")
+    environment, held_out = load_environments(config)
     tokenizer = load_tokenizer(config.model)
-    check_prompts(environment, tokenizer, config)
+    for surroundings, task in [
+        *((environment, task) for task in environment.train),
+        *((held_out, task) for task in held_out.eval[: config.eval_size]),
+    ]:
+        length = len(tokenizer.prompt_ids(surroundings, task))
+        if length >= config.max_length:
+            raise ValueError(
+                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
+                f"{config.max_length}; raise --max-length"
+            )
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -371,26 +426,14 @@ def set_up(config: Config) -> Trainer:
     run.adapter_parameters = sum(parameter.numel() for parameter in parameters.values())
     print(
         f"{config.environment}: {len(environment.train)} questions to train on, "
-        f"{len(environment.eval[: config.eval_size])} held out\n"
+        f"{len(held_out.eval[: config.eval_size])} held out\n"
         f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
         f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(names)} adapters of rank "
         f"{config.rank}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
         flush=True,
     )
-    return Trainer(config, environment, tokenizer, model, lora, optimizer, engine, run)
-
-
-def check_prompts(environment, tokenizer: Tokenizer, config: Config) -> None:
-    """ValueError if a question leaves no room for an answer."""
-    schemas = [tool_schema(tool) for tool in environment.tools]
-    for task in environment.train + environment.eval[: config.eval_size]:
-        length = len(tokenizer.encode(tokenizer.render(environment.prompt(task), schemas, True)))
-        if length >= config.max_length:
-            raise ValueError(
-                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
-                f"{config.max_length}; raise --max-length"
-            )
+    return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
 
 
 async def train(config: Config) -> None:
@@ -413,13 +456,15 @@ async def train(config: Config) -> None:
             # 1 sample
             tasks = tasks_of_step(environment.train, run.step, config.groups, config.seed)
             label = f"step {step} sampling"
-            groups = await trainer.play(tasks, config.group_size, config.temperature, label)
+            groups = await trainer.play(
+                environment, tasks, config.group_size, config.temperature, label
+            )
             clock.append(time.monotonic())
             # 2 score: the environment did, at the end of each episode
             rewards_P_G = torch.tensor([[episode.reward for episode in group] for group in groups])
             # 3 advantages
             advantages_P_G = group_advantages(rewards_P_G, config.advantage_scale)
-            equal_P = (rewards_P_G == rewards_P_G[:, :1]).all(dim=1)
+            equal_P = (advantages_P_G == 0).all(dim=1)
             # 4 loss; groups of equal reward have no policy gradient, and are not computed
             pairs = [
                 (episode, advantage)

@@ -117,11 +117,12 @@ def questions(world: wiki.World, prefix: str, rng: random.Random, per_kind=None)
 
 
 def write_wiki(seed: int) -> None:
-    """One corpus with two worlds that share no name: one to train on, one to be evaluated in."""
+    """Two worlds that share no name: one to train on, one to be evaluated in."""
     rng = random.Random(f"wiki {seed}")
     train, held_out = wiki.make_world(rng, False), wiki.make_world(rng, True)
     WIKI.mkdir(parents=True, exist_ok=True)
-    write_rows(WIKI / "corpus.jsonl", train.corpus_rows() + held_out.corpus_rows())
+    write_rows(WIKI / "corpus.jsonl", train.corpus_rows())
+    write_rows(WIKI / "eval_corpus.jsonl", held_out.corpus_rows())
     write_rows(WIKI / "questions.jsonl", questions(train, "train", rng))
     write_rows(WIKI / "eval_questions.jsonl", questions(held_out, "eval", rng, EVAL_PER_KIND))
 
@@ -309,7 +310,7 @@ def train(model: Qwen3, phases: list[tuple[int, list]], held_out: list, rng: ran
 def report(model: Qwen3) -> None:
     """Greedy accuracy on the held-out questions and what the failures look like."""
     environment = WikiSearch(
-        WIKI / "corpus.jsonl",
+        WIKI / "eval_corpus.jsonl",
         WIKI / "questions.jsonl",
         WIKI / "eval_questions.jsonl",
         results=RESULTS,

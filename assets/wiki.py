@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from chat import answer_call, parse_tool_calls
-from environments import Task, tool_schema
+from environments import Task
 
 PERSON_HEADS = """
 Ada Alma Anton Berta Boris Carla Cyril Dora Edgar Elsa Emil Erna Felix Frida Gerda Gustav Hanna
@@ -246,9 +246,7 @@ def as_tokens(tokenizer, environment, question: str, turns) -> tuple[list[int], 
 
     The stream grows exactly as in rollout.run_episode, but for the turns, which are given.
     """
-    messages = environment.prompt(Task("", question, ""))
-    schemas = [tool_schema(tool) for tool in environment.tools]
-    ids = tokenizer.encode(tokenizer.render(messages, schemas, True))
+    ids = tokenizer.prompt_ids(environment, Task("", question, ""))
     mask = [0] * len(ids)
     for turn in turns:
         spoken = tokenizer.encode(turn) + [tokenizer.end_of_turn_id]

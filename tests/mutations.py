@@ -202,15 +202,21 @@ def passes(directory: Path, test: str) -> bool:
     return done.returncode == 0
 
 
-def turns_red(mutation: Mutation) -> bool:
+def in_a_copy(mutation: Mutation | None, test: str) -> bool:
+    """Whether the test passes in a copy of the project, mutated or not."""
     with tempfile.TemporaryDirectory() as directory:
         for pattern in COPIED:
             for source in ROOT.glob(pattern):
                 target = Path(directory) / source.name
                 (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        file = Path(directory) / mutation.file
-        file.write_text(file.read_text().replace(mutation.old, mutation.new))
-        return not passes(Path(directory), mutation.test)
+        if mutation:
+            file = Path(directory) / mutation.file
+            file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        return passes(Path(directory), test)
+
+
+def turns_red(mutation: Mutation) -> bool:
+    return not in_a_copy(mutation, mutation.test)
 
 
 def main(arguments: list[str]) -> int:
@@ -220,7 +226,7 @@ def main(arguments: list[str]) -> int:
     check_sources()
     chosen = [int(number) for number in arguments] or range(1, len(MUTATIONS) + 1)
     for test in dict.fromkeys(MUTATIONS[number - 1].test for number in chosen):
-        if not passes(ROOT, test):
+        if not in_a_copy(None, test):
             raise SystemExit(f"{test} is red without any mutation")
     survivors = 0
     for number in chosen:

@@ -73,6 +73,7 @@ def small(tmp_path_factory):
         "model": str(base),
         "questions": str(directory / "questions.jsonl"),
         "eval_questions": str(directory / "eval_questions.jsonl"),
+        "eval_corpus": str(WIKI / "eval_corpus.jsonl"),
         "groups": 2,
         "group_size": 4,
         "temperature": 1.3,
@@ -616,8 +617,8 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(
     def guarded(method):
         def write(path, *arguments, **options):
             reads = method.__name__ == "open" and (*arguments, *options.values(), "r")[0][0] == "r"
-            hit = path.match(place) and not failures if not (failures and lasting) else True
-            if output in path.parents and len(steps) == 3 and hit and not reads:
+            fails = lasting if failures else path.match(place)
+            if output in path.parents and len(steps) == 3 and fails and not reads:
                 failures.append(path)
                 raise OSError(errno.ENOSPC, "No space left on device")
             return method(path, *arguments, **options)
@@ -743,17 +744,12 @@ def test_help_explains_every_field(capsys):
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for name in get_type_hints(Config):
         assert f"--{name.replace('_', '-')}" in printed
-    for sentence in (line for line in read_docstrings(ROOT / "train.py")):
+    source = ast.parse((ROOT / "train.py").read_text())
+    (config,) = (node for node in source.body if getattr(node, "name", "") == "Config")
+    sentences = [node.value.value for node in config.body if isinstance(node, ast.Expr)][1:]
+    assert len(sentences) == len(dataclasses.fields(Config))
+    for sentence in sentences:
         assert " ".join(sentence.split()) in printed
-
-
-def read_docstrings(file: Path) -> list[str]:
-    """Of the fields of Config: every field has one."""
-    (config,) = (n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "Config")
-    fields = [n for n in config.body if isinstance(n, ast.AnnAssign)]
-    texts = [n.value.value for n in config.body if isinstance(n, ast.Expr)][1:]
-    assert len(texts) == len(fields)
-    return texts
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -830,6 +826,7 @@ BAD_INPUT = {
     "model without config": (model(config__json=None), ["config.json", "no such file"]),
     "model without tokenizer": (model(tokenizer__json=None), ["tokenizer.json", "no such file"]),
     "model cut off": (model(model__safetensors=5000), ["model.safetensors", "unreadable"]),
+    "tokenizer cut off": (model(tokenizer__json=5000), ["tokenizer.json", "unreadable"]),
     "foreign model": (model(config__json={"model_type": "llama"}), ["config.json", "'llama'"]),
     "model of other shapes": (
         model(config__json={"num_hidden_layers": 99}),
