@@ -123,6 +123,9 @@ def open_run(config, name: str) -> Run:
         if changed:
             was = ", ".join(f"{key} = {before.get(key)!r}" for key in changed)
             raise ValueError(f"{directory}: only --steps may differ on --resume; the run has {was}")
+        done = max(map(step_of, (directory / "checkpoints").glob("step_*")), default=0)
+        if config.steps < done:
+            raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
         facts = json.loads((directory / "run.json").read_text())
         run = Run(directory, facts["run_id"], facts["attempt"] + 1)
     else:
@@ -164,11 +167,18 @@ def append_row(file: Path, row: dict) -> None:
 def cut_back(file: Path, step: int) -> None:
     """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written."""
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    try:
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: damaged, remove its bad lines ({error})") from error
     file.write_text("".join(kept))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2) -> None:
@@ -288,7 +298,8 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
         return
     max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
     print(
-        f"\nheld out {before['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s, "
+        f"\nheld out {before['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s"
+        f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
         f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/reward.png, "
         f"samples.jsonl\n"
         f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
@@ -314,7 +325,7 @@ def plot(run: Run, title: str, panels: dict[str, str]) -> None:
     for axis, (key, name) in zip(axes.flat, panels.items(), strict=False):
         axis.plot(steps, [row[key] for row in rows], marker=".")
         axis.set_title(name)
-        if key == "mismatch_max":
+        if key == "mismatch_max" and any(row[key] > 0 for row in rows):
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
     for place, result, side in ((0, run.eval_before, "left"), (run.step, run.eval_after, "right")):

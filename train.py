@@ -107,11 +107,11 @@ class Config:
     search_results: int = 3
     """wiki_search: pages that one search shows."""
 
-    steps: int = 20
+    steps: int = 24
     """Optimizer steps, one for each batch of episodes."""
-    groups: int = 8
+    groups: int = 16
     """Questions per step (P)."""
-    group_size: int = 16
+    group_size: int = 8
     """Episodes per question (G)."""
     temperature: float = 1.0
     """Sampling temperature, the same in the trainer's logprobs."""
@@ -122,7 +122,7 @@ class Config:
     max_length: int = 512
     """Tokens of an episode, prompt included."""
 
-    lr: float = 1e-3
+    lr: float = 1.5e-3
     """Learning rate of Adam, constant after the warm-up."""
     warmup: int = 3
     """Steps of linear warm-up."""

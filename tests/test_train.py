@@ -900,6 +900,28 @@ def test_resuming_with_another_configuration_is_refused(straight):
     assert contents(straight.output) == before
 
 
+def test_a_resumed_run_needs_no_flag_repeated_and_never_shrinks(straight):
+    resume = ["--output", str(straight.output), "--resume"]
+    resumed = train.parse_config([*resume, "--steps", "9"])
+    saved = Config(**read_toml(straight.output / "config.toml", Config))
+    assert resumed == dataclasses.replace(saved, steps=9, output=str(straight.output), resume=True)
+    before = contents(straight.output)
+    assert "has 4 steps already" in refusal([*resume, "--steps", "3"])
+    assert contents(straight.output) == before
+
+
+def test_data_that_is_not_named_is_the_environments_own(tmp_path):
+    own, held_out = train.load_environments(Config())
+    assert own is not held_out and len(held_out.eval) >= 256
+    assert not set(own.sections) & set(held_out.sections)  # no page of one world is in the other
+    math, same = train.load_environments(Config(environment="math_qa"))
+    assert math is same and math.train and math.eval
+    # Other questions are evaluated on themselves, never on the shipped ones.
+    (tmp_path / "q.jsonl").write_text('{"question": "Q?", "answer": "A"}\n' * 8)
+    other, same = train.load_environments(Config(questions=str(tmp_path / "q.jsonl")))
+    assert other is same and {task.question for task in other.eval} == {"Q?"}
+
+
 # --- as a user runs it ----------------------------------------------------------------------------
 
 
