@@ -174,7 +174,7 @@ class TorchEngine:
         del self.owners[name]
 
     def drop_cache(self, adapter: str | None = None) -> None:
-        """Forgets what was computed under `adapter`: None for the base, which somebody trains."""
+        """Forgets what was computed under `adapter` (None: under the base alone)."""
         owner = self.owner_of(adapter)
         users = sum(stream.owner == owner for stream in self.unfinished())
         if users:
@@ -294,6 +294,7 @@ class TorchEngine:
             if stream:
                 promised[stream.slot] = max(promised[stream.slot], len(stream.prompt))
         postponed = []
+        # A slot stays reserved for each one postponed, so that no newcomer overtakes it.
         while self.waiting and self.live.count(None) > len(postponed):
             stream = self.waiting.popleft()
             if stream.future.done():
