@@ -190,12 +190,12 @@ def check_config(config: Config) -> None:
 
 def tasks_of_step(tasks: list, step: int, groups: int, seed: int) -> list:
     """The step's questions: every epoch is a new permutation, the place in it follows from step."""
-    chosen = []
-    for place in range(step * groups, (step + 1) * groups):
-        epoch, index = divmod(place, len(tasks))
-        order = random.Random(derive_seed(seed, epoch)).sample(tasks, len(tasks))
-        chosen.append(order[index])
-    return chosen
+    places = [divmod(place, len(tasks)) for place in range(step * groups, (step + 1) * groups)]
+    orders = {
+        epoch: random.Random(derive_seed(seed, epoch)).sample(tasks, len(tasks))
+        for epoch in {epoch for epoch, _ in places}
+    }
+    return [orders[epoch][index] for epoch, index in places]
 
 
 @dataclass

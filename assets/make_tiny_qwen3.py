@@ -307,33 +307,35 @@ def train(model: Qwen3, phases: list[tuple[int, list]], held_out: list, rng: ran
             )
 
 
-def report(model: Qwen3) -> None:
-    """Greedy accuracy on the held-out questions and what the failures look like."""
-    environment = WikiSearch(
-        WIKI / "eval_corpus.jsonl",
-        WIKI / "questions.jsonl",
-        WIKI / "eval_questions.jsonl",
-        results=RESULTS,
+def held_out_world() -> WikiSearch:
+    names = ("eval_corpus.jsonl", "questions.jsonl", "eval_questions.jsonl")
+    return WikiSearch(*(WIKI / name for name in names), results=RESULTS)
+
+
+def play_held_out(model: Qwen3, tokenizer, environment: WikiSearch, temperature: float) -> list:
+    """One episode of each held-out question by the base model."""
+    engine = TorchEngine(model, slots=128, max_length=512)
+    episodes = run_groups(
+        engine,
+        tokenizer,
+        environment,
+        environment.eval,
+        1,
+        adapter=None,
+        version=0,
+        temperature=temperature,
+        seed=0,
+        step=0,
+        max_new_tokens=64,
     )
-    tokenizer = load_tokenizer(MODEL)
+    return [group[0] for group in asyncio.run(episodes)]
+
+
+def report(model: Qwen3) -> None:
+    """Accuracy on the held-out questions, greedy and sampled, and what the failures look like."""
+    environment, tokenizer = held_out_world(), load_tokenizer(MODEL)
     for temperature in (0.0, 1.0):
-        engine = TorchEngine(model, slots=128, max_length=512)
-        groups = asyncio.run(
-            run_groups(
-                engine,
-                tokenizer,
-                environment,
-                environment.eval,
-                1,
-                adapter=None,
-                version=0,
-                temperature=temperature,
-                seed=0,
-                step=0,
-                max_new_tokens=64,
-            )
-        )
-        episodes = [group[0] for group in groups]
+        episodes = play_held_out(model, tokenizer, environment, temperature)
         accuracy = sum(e.reward for e in episodes) / len(episodes)
         outcomes = Counter(environment.outcome(e.task, e.messages) for e in episodes)
         lengths = sum(len(e.token_ids) for e in episodes) / len(episodes)

@@ -3,7 +3,6 @@
 The tests marked `peers` need transformers.
 """
 
-import asyncio
 import json
 import random
 import re
@@ -16,9 +15,7 @@ import torch
 
 from chat import load_tokenizer
 from environments import tool_schema
-from environments.wiki_search import WikiSearch
 from model import Qwen3
-from rollout import TorchEngine, run_groups
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 MODEL, WIKI = ASSETS / "tiny-qwen3", ASSETS / "tiny-wiki"
@@ -30,9 +27,7 @@ import wiki  # noqa: E402
 
 @pytest.fixture(scope="module")
 def environment():
-    """The held-out world."""
-    names = ("eval_corpus.jsonl", "questions.jsonl", "eval_questions.jsonl")
-    return WikiSearch(*(WIKI / name for name in names), results=make_tiny_qwen3.RESULTS)
+    return make_tiny_qwen3.held_out_world()
 
 
 @pytest.fixture(scope="module")
@@ -111,22 +106,7 @@ def test_any_text_survives_the_tokenizer(tokenizer):
 def test_the_base_is_poor_able_and_has_no_dominant_flaw(environment, tokenizer):
     model = Qwen3.from_pretrained(MODEL).requires_grad_(False)
     assert sum(p.numel() for p in model.parameters()) < 1.2e6
-    groups = asyncio.run(
-        run_groups(
-            TorchEngine(model, slots=128, max_length=512),
-            tokenizer,
-            environment,
-            environment.eval,
-            1,
-            seed=0,
-            step=0,
-            adapter=None,
-            version=0,
-            temperature=0.0,
-            max_new_tokens=64,
-        )
-    )
-    episodes = [group[0] for group in groups]
+    episodes = make_tiny_qwen3.play_held_out(model, tokenizer, environment, 0.0)
     assert len(episodes) >= 256
     assert 0.25 <= sum(episode.reward for episode in episodes) / len(episodes) <= 0.45
     outcomes = Counter(environment.outcome(e.task, e.messages) for e in episodes)
