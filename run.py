@@ -1,4 +1,4 @@
-"""A run: its configuration on disk, its directory, its checkpoints, its picture.
+"""A run: its directory, its checkpoints, its picture.
 
     runs/wiki_search-rank8-seed0/
       config.toml      every field of the configuration, resolved      run.json     whose run it is
@@ -26,68 +26,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from broadcast import load_adapter, save_adapter
+from config import to_toml
 from lora import LoRAConfig
-
-LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
-
-
-# --- configuration --------------------------------------------------------------------------------
-
-
-def read_toml(file: Path, kind: type) -> dict:
-    """Fields of the dataclass `kind` from a TOML file, prime-rl's LoRA tables read as they stand.
-
-    Raises ValueError for a file that cannot be read, an unknown key, a value of another type.
-    """
-    try:
-        raw = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from error
-    except ValueError as error:  # of the TOML or of its encoding
-        raise ValueError(f"{file}: not valid TOML ({error})") from error
-    for first, *rest in LORA_TABLES:
-        if isinstance(raw.get(first), dict):
-            table, name = raw.pop(first), first
-            for key in rest:
-                if set(table) != {key} or not isinstance(table[key], dict):
-                    raise ValueError(f"{file}: [{name}] may hold [{name}.{key}] alone")
-                table, name = table[key], f"{name}.{key}"
-            if twice := sorted(set(table) & set(raw)):
-                raise ValueError(f"{file}: [{name}] sets {', '.join(twice)} a second time")
-            raw |= table
-    known = [f.name for f in dataclasses.fields(kind)]
-    hints = get_type_hints(kind)
-    for key, value in raw.items():
-        if key not in known:
-            raise ValueError(f"{file}: unknown key {key!r}; known: {', '.join(known)}")
-        default = getattr(kind, key)
-        if isinstance(value, list):
-            value = tuple(value)
-        elif isinstance(default, float) and type(value) is int:
-            value = float(value)
-        if type(value) is not type(default):
-            wanted = "a list" if isinstance(default, tuple) else type(default).__name__
-            raise ValueError(f"{file}: {key} must be {wanted}, not {value!r}")
-        if get_origin(hints[key]) is Literal and value not in get_args(hints[key]):
-            wanted = ", ".join(get_args(hints[key]))
-            raise ValueError(f"{file}: {key} must be one of {wanted}, not {value!r}")
-        raw[key] = value
-    return raw
-
-
-def to_toml(config) -> str:
-    """The resolved configuration; strings and lists as JSON, which TOML reads alike."""
-    return "".join(
-        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
-        for key, value in dataclasses.asdict(config).items()
-        if key not in ("output", "resume")
-    )
-
 
 # --- the directory --------------------------------------------------------------------------------
 

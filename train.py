@@ -20,10 +20,8 @@ the first), a learning-rate decay (a run can be made longer without changing its
 Axes: P prompts (groups), G samples per group, S sequences, T tokens.
 """
 
-import argparse
 import asyncio
 import errno
-import math
 import random
 import signal
 import sys
@@ -31,18 +29,18 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
 from broadcast import list_published, publish, retire
 from chat import Tokenizer, load_tokenizer
-from environments import ENVIRONMENTS, load_environment
-from grpo import LOSSES, group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
-from lora import TARGETS, LoRAConfig, adapter_disabled, inject_lora, lora_parameters
+from config import ASSETS, Config, check_config, parse_config
+from environments import load_environment
+from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
+from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters
 from model import Qwen3
 from rollout import TorchEngine, Trajectory, derive_seed, run_groups
 from run import (
@@ -52,14 +50,12 @@ from run import (
     finish,
     load_checkpoint,
     open_run,
-    read_toml,
     run_name,
     sample_row,
     save_checkpoint,
     step_line,
 )
 
-ASSETS = Path(__file__).resolve().parent / "assets"
 SHIPPED_DATA = {
     "wiki_search": {
         "questions": ASSETS / "tiny-wiki" / "questions.jsonl",
@@ -69,120 +65,6 @@ SHIPPED_DATA = {
     },
     "math_qa": {"questions": ASSETS / "math_qa.jsonl"},
 }
-
-
-# --- configuration --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Config:
-    """Trains a LoRA adapter by reinforcement learning and writes it as a PEFT directory."""
-
-    rank: int = 8
-    """Rank of the adapter on every target."""
-    alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
-    target_modules: tuple[str, ...] = TARGETS
-    """Names of the adapted projections."""
-
-    model: str = str(ASSETS / "tiny-qwen3")
-    """Qwen3 checkpoint: a directory or a Hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the frozen base; the adapter and the optimizer are always fp32."""
-    device: str = "cpu"
-    """Where to compute, e.g. cpu or cuda."""
-
-    environment: Literal[tuple(ENVIRONMENTS)] = "wiki_search"
-    """The task, a file in environments/. Its own small data is used where none is named below."""
-    questions: str = ""
-    """Training questions (question, answer): JSONL, parquet, or a Hub dataset."""
-    eval_questions: str = ""
-    """Held-out questions; without them the last quarter of --questions is held out."""
-    corpus: str = ""
-    """wiki_search: pages to search (id, title, content)."""
-    eval_corpus: str = ""
-    """wiki_search: pages that held-out questions are about, if they are others."""
-    search_results: int = 3
-    """wiki_search: pages that one search shows."""
-
-    steps: int = 24
-    """Optimizer steps, one for each batch of episodes."""
-    groups: int = 16
-    """Questions per step (P)."""
-    group_size: int = 8
-    """Episodes per question (G)."""
-    temperature: float = 1.0
-    """Sampling temperature, the same in the trainer's logprobs."""
-    max_turns: int = 10
-    """Turns of an episode; one that still calls a tool then has reward 0."""
-    max_new_tokens: int = 64
-    """Tokens of a turn."""
-    max_length: int = 512
-    """Tokens of an episode, prompt included."""
-
-    lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up."""
-    warmup: int = 3
-    """Steps of linear warm-up."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    loss: Literal[tuple(LOSSES)] = "grpo"
-    """Policy loss, see grpo.py."""
-    advantage_scale: Literal["none", "std"] = "none"
-    """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
-    kl: float = 0.0
-    """Weight of the KL to the reference, which is the base with the adapter off."""
-
-    seed: int = 0
-    """A seed repeats its run exactly on the same machine."""
-    eval_size: int = 264
-    """Held-out questions answered before and after training, greedily."""
-    eval_every: int = 0
-    """Also evaluate every so many steps; 0 for never."""
-    save_every: int = 10
-    """Steps between checkpoints."""
-    slots: int = 128
-    """Episodes that the engine samples at once."""
-    micro_tokens: int = 4096
-    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
-
-    output: str = ""
-    """Directory of the run; by default a new one under runs/."""
-    resume: bool = False
-    """Go on with the run in --output; only --steps may differ."""
-
-
-def parse_config(arguments: list[str]) -> Config:
-    """Flags over the file of --config over the defaults; a resumed run starts from its own file.
-
-    Raises ValueError for an unknown key, SystemExit for an unknown flag.
-    """
-    parser = argparse.ArgumentParser("train.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE.toml")
-    file, arguments = parser.parse_known_args(arguments)
-    defaults = Config(**read_toml(Path(file.config), Config)) if file.config else Config()
-    description = f"{Config.__doc__} --config FILE.toml sets any of these fields first."
-    config = tyro.cli(Config, default=defaults, args=arguments, description=description)
-    saved = Path(config.output) / "config.toml"
-    if config.resume and not file.config and saved.is_file():
-        config = tyro.cli(Config, default=Config(**read_toml(saved, Config)), args=arguments)
-    return config
-
-
-def check_config(config: Config) -> None:
-    """ValueError for what would fail or mislead later."""
-    positive = """steps groups group_size max_turns max_new_tokens slots search_results eval_size
-        save_every micro_tokens lr temperature max_grad_norm""".split()
-    for name in (*positive, "kl", "warmup", "eval_every", "seed"):
-        value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
-        if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
-            raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
-    if config.seed >= 2**63:
-        raise ValueError(f"--seed must be below 2**63, not {config.seed}")
-    if config.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
 
 
 # --- the stages -----------------------------------------------------------------------------------

@@ -105,14 +105,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the stop token is dropped",
-        "rollout.py",
+        "engine.py",
         "Completion(stream.token_ids, stream.logprobs, reason)",
         "Completion(stream.token_ids[: -1 if stopped else None], stream.logprobs, reason)",
         "test_rollout.py::test_stop_tokens_are_sampled_tokens_with_logprobs",
     ),
     Mutation(
         "a new adapter reuses the old one's cached keys and values",
-        "rollout.py",
+        "engine.py",
         "return shared * (self.owner == stream.owner)",
         "return shared",
         "test_rollout.py::test_an_adapter_never_meets_the_cache_of_another",

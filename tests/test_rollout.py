@@ -23,18 +23,10 @@ from tiny import (
 
 from broadcast import save_adapter
 from chat import Tokenizer, answer_call, load_tokenizer, parse_tool_calls
+from engine import Completion, Request, TorchEngine, draw, uniforms
 from environments import Task, tool_schema
 from lora import LoRAConfig, inject_lora, use_adapters
-from rollout import (
-    Completion,
-    Request,
-    TorchEngine,
-    derive_seed,
-    draw,
-    run_episode,
-    run_groups,
-    uniforms,
-)
+from rollout import derive_seed, run_episode, run_groups
 
 CONFIG = tiny_config()
 CONTEXT = 40

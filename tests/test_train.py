@@ -34,11 +34,10 @@ from tiny import close, randomise_adapter, seeds, tiny_config, tiny_model
 
 import broadcast
 import train
+from config import Config, read_toml, to_toml
 from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_parameters
 from rollout import Trajectory
-from run import read_toml, to_toml
-from train import Config
 
 ROOT = Path(train.__file__).parent
 BASE = ROOT / "assets" / "tiny-qwen3"
@@ -744,7 +743,7 @@ def test_help_explains_every_field(capsys):
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for name in get_type_hints(Config):
         assert f"--{name.replace('_', '-')}" in printed
-    source = ast.parse((ROOT / "train.py").read_text())
+    source = ast.parse((ROOT / "config.py").read_text())
     (config,) = (node for node in source.body if getattr(node, "name", "") == "Config")
     sentences = [node.value.value for node in config.body if isinstance(node, ast.Expr)][1:]
     assert len(sentences) == len(dataclasses.fields(Config))

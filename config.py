@@ -1,0 +1,192 @@
+"""What a run can be told: one dataclass, filled by defaults, then a TOML file, then flags.
+
+    python train.py --config my.toml --steps 50      every field is a key there and a flag here
+
+prime-rl's table [trainer.model.lora] (for SFT [model.lora]) is read as it stands. A resumed run
+starts from the configuration that it wrote. An unknown key or a value that fits no run is an error
+before any work starts.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import torch
+import tyro
+
+from environments import ENVIRONMENTS
+from grpo import LOSSES
+from lora import TARGETS
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
+
+
+@dataclass(frozen=True)
+class Config:
+    """Trains a LoRA adapter by reinforcement learning and writes it as a PEFT directory."""
+
+    rank: int = 8
+    """Rank of the adapter on every target."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
+    target_modules: tuple[str, ...] = TARGETS
+    """Names of the adapted projections."""
+
+    model: str = str(ASSETS / "tiny-qwen3")
+    """Qwen3 checkpoint: a directory or a Hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen base; the adapter and the optimizer are always fp32."""
+    device: str = "cpu"
+    """Where to compute, e.g. cpu or cuda."""
+
+    environment: Literal[tuple(ENVIRONMENTS)] = "wiki_search"
+    """The task, a file in environments/. Its own small data is used where none is named below."""
+    questions: str = ""
+    """Training questions (question, answer): JSONL, parquet, or a Hub dataset."""
+    eval_questions: str = ""
+    """Held-out questions; without them the last quarter of --questions is held out."""
+    corpus: str = ""
+    """wiki_search: pages to search (id, title, content)."""
+    eval_corpus: str = ""
+    """wiki_search: pages that held-out questions are about, if they are others."""
+    search_results: int = 3
+    """wiki_search: pages that one search shows."""
+
+    steps: int = 24
+    """Optimizer steps, one for each batch of episodes."""
+    groups: int = 16
+    """Questions per step (P)."""
+    group_size: int = 8
+    """Episodes per question (G)."""
+    temperature: float = 1.0
+    """Sampling temperature, the same in the trainer's logprobs."""
+    max_turns: int = 10
+    """Turns of an episode; one that still calls a tool then has reward 0."""
+    max_new_tokens: int = 64
+    """Tokens of a turn."""
+    max_length: int = 512
+    """Tokens of an episode, prompt included."""
+
+    lr: float = 1.5e-3
+    """Learning rate of Adam, constant after the warm-up."""
+    warmup: int = 3
+    """Steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    loss: Literal[tuple(LOSSES)] = "grpo"
+    """Policy loss, see grpo.py."""
+    advantage_scale: Literal["none", "std"] = "none"
+    """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
+    kl: float = 0.0
+    """Weight of the KL to the reference, which is the base with the adapter off."""
+
+    seed: int = 0
+    """A seed repeats its run exactly on the same machine."""
+    eval_size: int = 264
+    """Held-out questions answered before and after training, greedily."""
+    eval_every: int = 0
+    """Also evaluate every so many steps; 0 for never."""
+    save_every: int = 10
+    """Steps between checkpoints."""
+    slots: int = 128
+    """Episodes that the engine samples at once."""
+    micro_tokens: int = 4096
+    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
+
+    output: str = ""
+    """Directory of the run; by default a new one under runs/."""
+    resume: bool = False
+    """Go on with the run in --output; only --steps may differ."""
+
+
+def parse_config(arguments: list[str], kind: type = Config):
+    """Flags over the file of --config over the defaults of the dataclass `kind`; a resumed run
+    starts from its own file.
+
+    Raises ValueError for an unknown key, SystemExit for an unknown flag.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.toml")
+    file, arguments = parser.parse_known_args(arguments)
+    defaults = kind(**read_toml(Path(file.config), kind)) if file.config else kind()
+    description = f"{kind.__doc__} --config FILE.toml sets any of these fields first."
+    config = tyro.cli(kind, default=defaults, args=arguments, description=description)
+    saved = Path(config.output) / "config.toml"
+    if config.resume and not file.config and saved.is_file():
+        config = tyro.cli(kind, default=kind(**read_toml(saved, kind)), args=arguments)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """ValueError for what would fail or mislead later."""
+    positive = """steps groups group_size max_turns max_new_tokens slots search_results eval_size
+        save_every micro_tokens lr temperature max_grad_norm""".split()
+    for name in (*positive, "kl", "warmup", "eval_every", "seed"):
+        value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
+        if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
+            raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
+    if config.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def read_toml(file: Path, kind: type) -> dict:
+    """Fields of the dataclass `kind` from a TOML file, prime-rl's LoRA tables read as they stand.
+
+    Raises ValueError for a file that cannot be read, an unknown key, a value of another type.
+    """
+    try:
+        raw = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except ValueError as error:  # of the TOML or of its encoding
+        raise ValueError(f"{file}: not valid TOML ({error})") from error
+    for first, *rest in LORA_TABLES:
+        if isinstance(raw.get(first), dict):
+            table, name = raw.pop(first), first
+            for key in rest:
+                if set(table) != {key} or not isinstance(table[key], dict):
+                    raise ValueError(f"{file}: [{name}] may hold [{name}.{key}] alone")
+                table, name = table[key], f"{name}.{key}"
+            if twice := sorted(set(table) & set(raw)):
+                raise ValueError(f"{file}: [{name}] sets {', '.join(twice)} a second time")
+            raw |= table
+    known = [f.name for f in dataclasses.fields(kind)]
+    hints = get_type_hints(kind)
+    for key, value in raw.items():
+        if key not in known:
+            raise ValueError(f"{file}: unknown key {key!r}; known: {', '.join(known)}")
+        default = getattr(kind, key)
+        if isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(default, float) and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            wanted = "a list" if isinstance(default, tuple) else type(default).__name__
+            raise ValueError(f"{file}: {key} must be {wanted}, not {value!r}")
+        if get_origin(hints[key]) is Literal and value not in get_args(hints[key]):
+            wanted = ", ".join(get_args(hints[key]))
+            raise ValueError(f"{file}: {key} must be one of {wanted}, not {value!r}")
+        raw[key] = value
+    return raw
+
+
+def to_toml(config) -> str:
+    """The resolved configuration; strings and lists as JSON, which TOML reads alike."""
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in dataclasses.asdict(config).items()
+        if key not in ("output", "resume")
+    )

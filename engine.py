@@ -1,0 +1,412 @@
+"""The embedded sampler: continuous batching on one model, adapters chosen per request by name.
+
+TorchEngine batches whatever waits. One step of it:
+
+    waiting ──► admit ──► prefill what no slot holds yet ──► decode a token for every live slot
+       ▲                                                         │ finished: the slot keeps its
+       └───── the episode runs its tools, asks for a turn ◄──────┘ tokens until room is needed
+
+A cache kept between calls is found by the longest token prefix under the same adapter: a group's
+shared prompt and a conversation's earlier turns are the same mechanism.
+
+Axes: S live streams, T tokens, V vocabulary.
+
+Left out on purpose: top-p, top-k and penalties (the trainer's ratio needs the full distribution),
+beam search, paged memory (a slot is one stream of max_length tokens).
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lora
+from broadcast import read_adapter
+from model import KVCache, Qwen3
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn to sample. Temperature 0 takes the most probable token; a draw depends on the seed
+    (None: the engine picks one) and on the token's position in the stream, and on nothing else."""
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    adapter: str | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled, stop token included. logprobs: at the sampling temperature (1 instead of
+    0), of the full distribution."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each (seed, position): splitmix64, a hash, so there is no state that a
+    neighbour in the batch or the order of arrival could move. 24 bits, exact in fp32."""
+
+    def mix(z: np.ndarray) -> np.ndarray:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    step = np.uint64(0x9E3779B97F4A7C15)
+    mixed = mix(mix(seeds + step) + positions.astype(np.uint64) * step)
+    return (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """logits (S, V), temperatures (S,), uniform (S,) -> tokens (S,), their logprobs (S,) in fp32.
+
+    Inverts the cumulative distribution: on a CPU much faster than torch.multinomial.
+    """
+    greedy = temperatures == 0
+    scale = torch.where(greedy, 1.0, temperatures)
+    logprobs = F.log_softmax(logits.float() / scale[:, None], dim=-1)
+    cumulative = logprobs.exp().cumsum(-1)
+    # The last entry is 1 up to rounding. right=True: a token of probability 0 adds nothing to the
+    # sum, so it is never the first entry above the threshold.
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    if greedy.any():
+        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+# --- the embedded engine -------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Stream:
+    """A request on its way: waiting until it gets a slot, live from then on."""
+
+    request: Request
+    prompt: np.ndarray  # (T,) int64
+    owner: int  # whose keys and values it may use, see TorchEngine.owners
+    seed: int
+    limit: int  # new tokens at most, by the request and by the context
+    future: asyncio.Future
+    slot: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class TorchEngine:
+    """Continuous batching on one model, with a key-value cache reused by longest token prefix.
+
+    slots: streams held at once, live or kept for reuse. max_length: tokens of a stream, prompt
+    included. prefill_tokens: tokens of one prefill pass, padding included. Adapters are published
+    directories (broadcast.py), loaded beside the one base. The work is done in a background task
+    of the running event loop, which ends when nothing is left to do.
+    """
+
+    def __init__(
+        self, model: Qwen3, slots: int = 64, max_length: int = 1024, prefill_tokens: int = 8192
+    ):
+        if slots < 1 or prefill_tokens < 1:
+            raise ValueError(f"slots {slots} and prefill_tokens {prefill_tokens} must be positive")
+        if not 2 <= max_length <= model.config.max_position_embeddings:
+            raise ValueError(
+                f"max_length {max_length} must be in 2..{model.config.max_position_embeddings}, "
+                "the model's max_position_embeddings"
+            )
+        weight = model.model.embed_tokens.weight
+        self.model, self.device = model, weight.device
+        self.slots, self.max_length, self.prefill_tokens = slots, max_length, prefill_tokens
+        self.cache = KVCache(model.config, slots, max_length, weight.dtype, weight.device)
+        self.live: list[Stream | None] = [None] * slots
+        self.waiting: deque[Stream] = deque()
+        # What each slot holds, also when no stream lives in it any more:
+        self.tokens = np.zeros((slots, max_length), np.int64)
+        self.lengths = np.zeros(slots, np.int64)  # tokens whose keys and values are cached
+        self.owner = np.zeros(slots, np.int64)  # the adapter that computed them
+        self.used = np.zeros(slots, np.int64)  # step of the last use: the oldest is evicted first
+        # An adapter gets a number that no other ever had: nothing computed under one is found under
+        # another, nor under the same name loaded again.
+        self.owners: dict[str | None, int] = {None: 0}
+        self.adapters_loaded = self.steps = 0
+        self.seeds = np.random.default_rng()
+        self.task: asyncio.Task | None = None
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that a request may name."""
+        return [name for name in self.owners if name is not None]
+
+    def add_adapter(self, name: str, directory: str | Path) -> None:
+        """Loads a published PEFT directory, the same files that vLLM reads."""
+        lora.add_adapter(self.model, name, *read_adapter(directory))
+        self.adapters_loaded += 1
+        self.owners[name] = self.adapters_loaded
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter and what is cached of it; refused while a request needs it."""
+        self.drop_cache(name)
+        lora.remove_adapter(self.model, name)
+        del self.owners[name]
+
+    def drop_cache(self, adapter: str | None = None) -> None:
+        """Forgets what was computed under `adapter` (None: under the base alone)."""
+        owner = self.owner_of(adapter)
+        users = sum(stream.owner == owner for stream in self.unfinished())
+        if users:
+            raise RuntimeError(f"adapter {adapter!r} is in use by {users} unfinished requests")
+        held = self.owner == owner
+        self.lengths[held] = self.used[held] = 0  # as if never used
+
+    def owner_of(self, adapter: str | None) -> int:
+        if adapter not in self.owners:
+            raise ValueError(f"no adapter named {adapter!r}; the engine holds {self.adapters}")
+        return self.owners[adapter]
+
+    async def generate(self, request: Request) -> Completion:
+        """Samples one request, in a batch with whatever else there is.
+
+        Raises ValueError, before any work, for a request that cannot be served.
+        """
+        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+        outside = prompt[(prompt < 0) | (prompt >= self.model.config.vocab_size)]
+        if not len(prompt):
+            raise ValueError("the prompt is empty; sampling needs at least one token")
+        if len(outside):
+            raise ValueError(
+                f"token id {outside[0]} is outside the vocabulary of {self.model.config.vocab_size}"
+            )
+        if len(prompt) + 1 > self.max_length:
+            raise ValueError(
+                f"prompt of {len(prompt)} tokens does not fit the context of {self.max_length}, "
+                "where one new token needs room too: shorten it or raise max_length"
+            )
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+        if not 0 <= request.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or positive, not {request.temperature}")
+        loop = asyncio.get_running_loop()
+        idle = self.task is None or self.task.done()
+        if not idle and self.task.get_loop() is not loop:
+            raise RuntimeError("the engine is at work in another event loop")
+        stream = Stream(
+            request=request,
+            prompt=prompt,
+            owner=self.owner_of(request.adapter),
+            seed=int(self.seeds.integers(2**63) if request.seed is None else request.seed) % 2**64,
+            limit=min(request.max_new_tokens, self.max_length - len(prompt)),
+            future=loop.create_future(),
+        )
+        if not self.reenter(stream):
+            self.waiting.append(stream)
+        if idle:
+            self.task = loop.create_task(self.run())
+        return await stream.future
+
+    def unfinished(self) -> list[Stream]:
+        everyone = [*self.waiting, *(stream for stream in self.live if stream)]
+        return [stream for stream in everyone if not stream.future.done()]
+
+    async def run(self) -> None:
+        """The background task: steps until nothing is left, or until one fails."""
+        try:
+            while self.unfinished():
+                self.step()
+                await asyncio.sleep(0)  # episodes run their tools and ask for their next turns
+        except BaseException as error:
+            for stream in self.unfinished():  # nobody may wait for ever
+                if isinstance(error, Exception):
+                    stream.future.set_exception(error)
+                else:
+                    stream.future.cancel()
+            self.live = [None] * self.slots
+            self.waiting.clear()
+            self.lengths[:] = self.used[:] = 0
+            # A masked key has weight 0, but 0 times NaN is NaN: nothing bad may stay behind.
+            self.cache.keys.zero_()
+            self.cache.values.zero_()
+            if not isinstance(error, Exception):
+                raise
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Cancelled streams leave, waiting ones enter, every live one gets a token."""
+        self.steps += 1
+        for stream in self.live:
+            if stream and stream.future.done():
+                self.leave(stream)
+        self.admit()
+        self.prefill()
+        self.decode()
+
+    # Slots: who gets one, and what of its prompt is cached already.
+
+    def shared_prefix(self, stream: Stream) -> np.ndarray:
+        """(slots,): how many first tokens of the prompt each slot has too, cached or not. The
+        prompt's last one never counts: it is computed anew for its logits."""
+        T = len(stream.prompt)
+        same = self.tokens[:, :T] == stream.prompt
+        shared = np.where(same.all(axis=1), T - 1, same.argmin(axis=1))
+        return shared * (self.owner == stream.owner)
+
+    def reenter(self, stream: Stream) -> bool:
+        """Lets a conversation's next turn go on in the slot of the turn before.
+
+        At once, before anybody in the queue can evict it; nothing is copied.
+        """
+        shared = np.minimum(self.shared_prefix(stream), self.lengths)
+        idle = np.array([other is None for other in self.live])
+        whole = np.where(idle & (shared == self.lengths), shared, 0)
+        slot = int(whole.argmax())
+        if whole[slot] == 0 or whole[slot] < shared.max():
+            return False
+        self.enter(stream, slot)
+        return True
+
+    def admit(self) -> None:
+        """Gives the idle slots to those who wait, each with the longest cached prefix there is."""
+        promised = self.lengths.copy()  # what the slots will hold after this step's prefill
+        for stream in self.live:
+            if stream:
+                promised[stream.slot] = max(promised[stream.slot], len(stream.prompt))
+        postponed = []
+        # A slot stays reserved for each one postponed, so that no newcomer overtakes it.
+        while self.waiting and self.live.count(None) > len(postponed):
+            stream = self.waiting.popleft()
+            if stream.future.done():
+                continue
+            shared = self.shared_prefix(stream)
+            cached = np.minimum(shared, self.lengths)
+            missing = len(stream.prompt) - cached.max()
+            if 2 * (len(stream.prompt) - np.minimum(shared, promised).max()) <= missing:
+                # Most of what is missing is about to be computed, as by the first of a group for
+                # the others: a step of patience saves doing it twice.
+                postponed.append(stream)
+                continue
+            source = int(cached.argmax())
+            idle = [slot for slot, other in enumerate(self.live) if other is None]
+            target = idle[int(self.used[idle].argmin())]
+            if cached[source]:
+                self.used[source] = self.steps
+                if source != target:
+                    self.cache.copy(source, target, int(cached[source]))
+            self.lengths[target] = cached[source]
+            self.owner[target] = stream.owner
+            self.enter(stream, target)
+            promised[target] = len(stream.prompt)
+        self.waiting.extendleft(reversed(postponed))
+
+    def enter(self, stream: Stream, slot: int) -> None:
+        self.tokens[slot, : len(stream.prompt)] = stream.prompt
+        self.live[slot], stream.slot = stream, slot
+
+    def leave(self, stream: Stream) -> None:
+        """The slot keeps what it holds, until somebody needs the room."""
+        self.live[stream.slot] = None
+        self.used[stream.slot] = self.steps
+
+    # Computing: what the prompts lack, then a token for everybody.
+
+    def prefill(self) -> None:
+        """Computes what is not cached of the prompts of new streams; draws their first tokens."""
+
+        def missing(stream: Stream) -> int:
+            return len(stream.prompt) - int(self.lengths[stream.slot])
+
+        new = [stream for stream in self.live if stream and missing(stream) > 0]
+        while new:
+            new.sort(key=missing, reverse=True)
+            width = min(missing(new[0]), self.prefill_tokens)
+            # Padding costs as much as tokens: those with less than half the width wait for a pass
+            # of their own.
+            batch = [s for s in new[: self.prefill_tokens // width] if 2 * missing(s) > width]
+            slots = np.array([stream.slot for stream in batch])
+            starts = self.lengths[slots]
+            lengths = np.minimum([missing(stream) for stream in batch], width)
+            columns = np.minimum(starts[:, None] + np.arange(width), self.max_length - 1)
+            ids = self.tokens[slots[:, None], columns]
+            rows = torch.as_tensor(slots, device=self.device)
+            logits = self.extend(batch, ids, rows, starts, lengths)
+            self.lengths[slots] += lengths
+            whole = [row for row, stream in enumerate(batch) if not missing(stream)]
+            new = [stream for stream in new if missing(stream)]
+            if whole:
+                self.advance(logits[whole], [batch[row] for row in whole])
+
+    def decode(self) -> None:
+        """One more token for every live stream."""
+        S = self.slots - self.live.count(None)
+        if not S:
+            return
+        # Live streams move together into slots 0..S-1: a slice of the cache is read in place.
+        gaps = [slot for slot in range(S) if self.live[slot] is None]
+        beyond = [slot for slot in range(S, self.slots) if self.live[slot]]
+        for a, b in zip(gaps, beyond, strict=True):
+            self.cache.swap(a, b, int(self.lengths[[a, b]].max()))
+            for array in (self.tokens, self.lengths, self.owner, self.used):
+                array[[a, b]] = array[[b, a]]
+            self.enter(self.live[b], a)
+            self.live[b] = None
+        streams, starts = self.live[:S], self.lengths[:S]
+        ids = self.tokens[np.arange(S), starts][:, None]  # the last token drawn
+        logits = self.extend(streams, ids, slice(0, S), starts)
+        self.lengths[:S] += 1
+        self.advance(logits, streams)
+
+    def extend(self, streams, ids, rows, starts, lengths=None) -> Tensor:
+        """model.extend, with each stream's adapter on its row: logits (S, V)."""
+        names = [stream.request.adapter for stream in streams]
+        segments = [(names[0], None)]  # all rows: nothing to index
+        if len(set(names)) > 1:
+            numbers = np.array([stream.owner for stream in streams])
+            segments = [
+                (name, torch.as_tensor(np.flatnonzero(numbers == number), device=self.device))
+                for name, number in self.owners.items()
+                if name in names
+            ]
+        segments = [(name, its_rows) for name, its_rows in segments if name is not None]
+        ids, starts = (torch.as_tensor(array, device=self.device) for array in (ids, starts))
+        if lengths is not None:
+            lengths = torch.as_tensor(lengths, device=self.device)
+        with lora.use_adapters(self.model, segments):
+            return self.model.extend(ids, self.cache, rows, starts, lengths)
+
+    def advance(self, logits: Tensor, streams: list[Stream]) -> None:
+        """Draws each stream's next token; those that end with it are answered and leave."""
+        slots = np.array([stream.slot for stream in streams])
+        positions = self.lengths[slots]
+        uniform = uniforms(np.array([stream.seed for stream in streams], np.uint64), positions)
+        temperatures = np.array([stream.request.temperature for stream in streams], np.float32)
+        drawn = draw(
+            logits, *(torch.as_tensor(x, device=self.device) for x in (temperatures, uniform))
+        )
+        tokens, logprobs = (x.cpu().numpy() for x in drawn)
+        finite = np.isfinite(logprobs)
+        if not finite.all():
+            row = finite.argmin()
+            raise FloatingPointError(
+                f"adapter {streams[row].request.adapter!r} gives logits that are not finite, "
+                f"at position {positions[row]} of a stream"
+            )
+        self.tokens[slots, positions] = tokens
+        for stream, token, logprob in zip(streams, tokens.tolist(), logprobs.tolist(), strict=True):
+            stream.token_ids.append(token)
+            stream.logprobs.append(logprob)
+            stopped = token in stream.request.stop_token_ids
+            if stopped or len(stream.token_ids) == stream.limit:
+                self.leave(stream)
+                reason = "stop" if stopped else "length"
+                stream.future.set_result(Completion(stream.token_ids, stream.logprobs, reason))
