@@ -13,6 +13,7 @@ import json
 import math
 import tomllib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,8 @@ from grpo import LOSSES
 from lora import TARGETS
 
 ASSETS = Path(__file__).resolve().parent / "assets"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank accepts (vllm#2847)
+RESUMABLE = ("steps", "vllm_url", "vllm_timeout")  # what a resumed run may be told anew
 LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
 
 
@@ -96,15 +99,21 @@ class Config:
     """Also evaluate every so many steps; 0 for never."""
     save_every: int = 10
     """Steps between checkpoints."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """What samples: torch, embedded; vllm, a server that the run starts and ends."""
+    vllm_url: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """vLLM server that is there already (repeatable); it must see --output's broadcasts."""
+    vllm_timeout: float = 600.0
+    """Seconds for an answer; a server that takes longer hangs."""
     slots: int = 128
-    """Episodes that the engine samples at once."""
+    """Episodes that the engine, or each server, samples at once."""
     micro_tokens: int = 4096
     """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
 
     output: str = ""
     """Directory of the run; by default a new one under runs/."""
     resume: bool = False
-    """Go on with the run in --output; only --steps may differ."""
+    """Go on with the run in --output; only --steps and the servers may differ."""
 
 
 def parse_config(arguments: list[str], kind: type = Config):
@@ -128,7 +137,7 @@ def parse_config(arguments: list[str], kind: type = Config):
 def check_config(config: Config) -> None:
     """ValueError for what would fail or mislead later."""
     positive = """steps groups group_size max_turns max_new_tokens slots search_results eval_size
-        save_every micro_tokens lr temperature max_grad_norm""".split()
+        save_every micro_tokens lr temperature max_grad_norm vllm_timeout""".split()
     for name in (*positive, "kl", "warmup", "eval_every", "seed"):
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
         if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
@@ -137,6 +146,15 @@ def check_config(config: Config) -> None:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
+    if config.vllm_url and config.engine != "vllm":
+        raise ValueError("--vllm-url names servers for --engine vllm; add that")
+    if config.engine == "vllm" and config.rank > VLLM_RANKS[-1]:
+        raise ValueError(f"--rank {config.rank}: vLLM serves ranks up to {VLLM_RANKS[-1]}")
+    if config.engine == "vllm" and not config.vllm_url and find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed in this environment (the README says how), so --engine vllm "
+            "needs servers that are there, each named by --vllm-url"
+        )
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -54,6 +54,25 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+def check_request(request: Request, vocab_size: int, max_length: int) -> None:
+    """ValueError, before any work, for a request that no engine can serve."""
+    prompt = request.prompt_ids
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if not len(prompt):
+        raise ValueError("the prompt is empty; sampling needs at least one token")
+    if outside:
+        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+    if len(prompt) + 1 > max_length:
+        raise ValueError(
+            f"prompt of {len(prompt)} tokens does not fit the context of {max_length}, where one "
+            "new token needs room too: shorten it or raise max_length"
+        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+    if not 0 <= request.temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 or positive, not {request.temperature}")
+
+
 # --- drawing -------------------------------------------------------------------------------------
 
 
@@ -145,6 +164,11 @@ class TorchEngine:
         self.seeds = np.random.default_rng()
         self.task: asyncio.Task | None = None
 
+    servers = 1
+
+    def name_of(self, server: int) -> str:
+        return "the embedded engine"
+
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters that a request may name."""
@@ -181,23 +205,8 @@ class TorchEngine:
 
         Raises ValueError, before any work, for a request that cannot be served.
         """
+        check_request(request, self.model.config.vocab_size, self.max_length)
         prompt = np.asarray(request.prompt_ids, dtype=np.int64)
-        outside = prompt[(prompt < 0) | (prompt >= self.model.config.vocab_size)]
-        if not len(prompt):
-            raise ValueError("the prompt is empty; sampling needs at least one token")
-        if len(outside):
-            raise ValueError(
-                f"token id {outside[0]} is outside the vocabulary of {self.model.config.vocab_size}"
-            )
-        if len(prompt) + 1 > self.max_length:
-            raise ValueError(
-                f"prompt of {len(prompt)} tokens does not fit the context of {self.max_length}, "
-                "where one new token needs room too: shorten it or raise max_length"
-            )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-        if not 0 <= request.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or positive, not {request.temperature}")
         loop = asyncio.get_running_loop()
         idle = self.task is None or self.task.done()
         if not idle and self.task.get_loop() is not loop:

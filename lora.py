@@ -234,12 +234,29 @@ def add_adapter(
     """Adds a frozen adapter under `name`, beside whatever the model holds.
 
     tensors: names and shapes as lora_parameters gives them. Raises ValueError if the name is taken,
-    or if a tensor has no layer, no partner, or another shape than layer and rank demand.
+    and as check_adapter.
     """
     if name == TRAINABLE or "." in name:
         raise ValueError(f"{name!r} cannot name a frozen adapter (reserved, or it holds a dot)")
     if any(name in layer.lora_A for layer in lora_layers(model).values()):
         raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")
+    names = check_adapter(model, name, config, tensors)
+    for layer_name, layer in zip(names, _wrap(model, names), strict=True):
+        device = layer.base.weight.device
+        A = tensors[f"{layer_name}.lora_A.weight"].to(device, torch.float32)
+        B = tensors[f"{layer_name}.lora_B.weight"].to(device, torch.float32)
+        layer.add(name, A, B, config)
+    model.lora_selection.names.add(name)
+
+
+def check_adapter(
+    model: nn.Module, name: str, config: LoRAConfig, tensors: dict[str, Tensor]
+) -> list[str]:
+    """The layers that an adapter adapts, if it fits the model, whose shapes alone are read.
+
+    Raises ValueError if a tensor has no layer, no partner, or another shape than layer and rank
+    demand; `name` says which adapter in the message.
+    """
     layers = {key.rpartition(".lora_")[0] for key in tensors}
     modules = {
         module_name: module
@@ -259,13 +276,7 @@ def add_adapter(
                     f"adapter {name!r}: {layer_name}.lora_{matrix}.weight must have shape {shape}, "
                     f"found {'nothing' if found is None else tuple(found.shape)}"
                 )
-    names = sorted(layers)
-    for layer_name, layer in zip(names, _wrap(model, names), strict=True):
-        device = layer.base.weight.device
-        A = tensors[f"{layer_name}.lora_A.weight"].to(device, torch.float32)
-        B = tensors[f"{layer_name}.lora_B.weight"].to(device, torch.float32)
-        layer.add(name, A, B, config)
-    model.lora_selection.names.add(name)
+    return sorted(layers)
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from broadcast import load_adapter, save_adapter
-from config import to_toml
+from config import RESUMABLE, VLLM_RANKS, to_toml
 from lora import LoRAConfig
 
 # --- the directory --------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def open_run(config, name: str) -> Run:
     """Makes config.output (or a fresh runs/<name>), or finds the run to resume.
 
     Raises ValueError for a directory with something in it, for nothing to resume, and for a
-    resumed configuration that differs in more than `steps`.
+    resumed configuration that differs in more than a resumed run may be told anew.
     """
     directory = Path(config.output or f"runs/{name}")
     saved = directory / "config.toml"
@@ -63,7 +63,7 @@ def open_run(config, name: str) -> Run:
         if not saved.is_file():
             raise ValueError(f"{directory}: no run to resume (no config.toml); name it by --output")
         before, now = tomllib.loads(saved.read_text()), tomllib.loads(to_toml(config))
-        changed = [key for key in now if key != "steps" and now[key] != before.get(key)]
+        changed = [key for key in now if key not in RESUMABLE and now[key] != before.get(key)]
         if changed:
             was = ", ".join(f"{key} = {before.get(key)!r}" for key in changed)
             raise ValueError(f"{directory}: only --steps may differ on --resume; the run has {was}")
@@ -176,7 +176,6 @@ PANELS = {
     "entropy": "entropy",
     "mismatch_max": "largest |trainer - sampler| logprob",
 }
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank accepts
 
 
 def run_name(config) -> str:

@@ -1,0 +1,174 @@
+"""TorchEngine behind the few routes of vLLM that VLLMEngine calls: a sampler in its own process.
+
+    run a ──┐
+    run b ──┼── HTTP ──► one event loop ──► TorchEngine: one model, one cache, adapters by name,
+    viewer ─┘                               a batch of whatever waits, of all runs
+
+    GET  /health                     200
+    GET  /v1/models                  the base and the adapters that a request may name
+    POST /v1/completions             token ids in, token ids and their logprobs out
+    POST /v1/load_lora_adapter       a published directory, under a name never used before
+    POST /v1/unload_lora_adapter
+
+So one protocol serves both engines. The checkpoint is memory-mapped: processes that load the same
+one share its pages, and a frozen base is never written, so they stay shared.
+
+Left out on purpose: text (ids go in, ids come out), streaming, more than one completion a request,
+other addresses than 127.0.0.1, and aborting a request whose client has gone: it runs to its end.
+
+    python tools/serve.py assets/tiny-qwen3 --port 8000      for train.py --vllm-url
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from http import HTTPStatus
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch  # noqa: E402
+
+from engine import Request, TorchEngine  # noqa: E402
+from model import Qwen3  # noqa: E402
+
+
+class Refused(Exception):
+    """An answer other than 200: (status, message)."""
+
+
+class Server:
+    """Serves an engine under `name` from the running event loop, which is the engine's too: between
+    two of its steps the loop reads what has come in and answers what is done."""
+
+    def __init__(self, engine: TorchEngine, name: str):
+        self.engine, self.name = engine, name
+        self.directories: dict[str, str] = {}  # adapter -> where it was loaded from
+        self.routes = {
+            "GET /health": self.health,
+            "GET /v1/models": self.models,
+            "POST /v1/completions": self.complete,
+            "POST /v1/load_lora_adapter": self.load,
+            "POST /v1/unload_lora_adapter": self.unload,
+        }
+
+    async def start(self, port: int = 0) -> str:
+        """Listens on 127.0.0.1 (port 0: on a free one); returns the URL."""
+        server = await asyncio.start_server(self.converse, "127.0.0.1", port, backlog=1024)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: request after request until the client closes it."""
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                fields = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
+                body = await reader.readexactly(int(fields.get("content-length", 0)))
+                status, content = await self.answer(head[0].rpartition(" ")[0], body)
+                data = json.dumps(content).encode()
+                writer.write(
+                    f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                    "Content-Type: application/json\r\n"
+                    f"Content-Length: {len(data)}\r\n\r\n".encode()
+                )
+                writer.write(data)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return  # the client has gone
+        finally:
+            writer.close()
+
+    async def answer(self, route: str, body: bytes) -> tuple[int, dict]:
+        try:
+            if route not in self.routes:
+                raise Refused(404, f"no route {route}")
+            return 200, await self.routes[route](json.loads(body) if body else {})
+        except Refused as refused:
+            status, message = refused.args
+        except (KeyError, TypeError, ValueError) as error:  # the request's fault
+            status, message = 400, f"{type(error).__name__}: {error}"
+        except (ArithmeticError, RuntimeError) as error:
+            status, message = 500, f"{type(error).__name__}: {error}"
+        return status, {"error": {"message": message}}
+
+    async def health(self, body: dict) -> dict:
+        return {}
+
+    async def models(self, body: dict) -> dict:
+        base = {"id": self.name, "parent": None, "max_model_len": self.engine.max_length}
+        adapters = [
+            {"id": name, "parent": self.name, "root": root}
+            for name, root in self.directories.items()
+        ]
+        return {"object": "list", "data": [base, *adapters]}
+
+    async def complete(self, body: dict) -> dict:
+        if body["model"] not in (self.name, *self.directories):
+            raise Refused(404, f"The model `{body['model']}` does not exist.")
+        if (body.get("top_p", 1), body.get("top_k", 0), body.get("min_p", 0)) != (1, 0, 0):
+            raise Refused(400, "only the full distribution is sampled: top_p 1, top_k 0, min_p 0")
+        request = Request(
+            prompt_ids=body["prompt"],
+            max_new_tokens=body["max_tokens"],
+            temperature=body.get("temperature", 1.0),
+            adapter=None if body["model"] == self.name else body["model"],
+            stop_token_ids=tuple(body.get("stop_token_ids") or ()),
+            seed=body.get("seed"),
+        )
+        completion = await self.engine.generate(request)
+        choice = {
+            "index": 0,
+            "token_ids": completion.token_ids,
+            "logprobs": {"token_logprobs": completion.logprobs},
+            "finish_reason": completion.finish_reason,
+        }
+        return {"choices": [choice]}
+
+    async def load(self, body: dict) -> dict:
+        name, directory = body["lora_name"], body["lora_path"]
+        if name in (self.name, *self.directories):
+            raise Refused(400, f"The lora adapter '{name}' has already been loaded.")
+        self.engine.add_adapter(name, directory)
+        self.directories[name] = directory
+        return {"loaded": name}
+
+    async def unload(self, body: dict) -> dict:
+        name = body["lora_name"]
+        if name not in self.directories:
+            raise Refused(404, f"The lora adapter '{name}' cannot be found.")
+        self.engine.remove_adapter(name)
+        del self.directories[name]
+        return {"unloaded": name}
+
+
+def main() -> None:
+    """Serves a model and its adapters to runs that name the server by --vllm-url."""
+    parser = argparse.ArgumentParser("tools/serve.py", description=main.__doc__)
+    parser.add_argument("model", help="checkpoint: a directory or a Hub id")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of an episode")
+    parser.add_argument("--slots", type=int, default=128, help="requests in a batch")
+    options = parser.parse_args()
+    model = Qwen3.from_pretrained(options.model, getattr(torch, options.dtype), options.device)
+    engine = TorchEngine(model.requires_grad_(False), options.slots, options.max_length)
+
+    async def serve() -> None:
+        url = await Server(engine, options.model).start(options.port)
+        print(f"serving {options.model} at {url}", flush=True)
+        await asyncio.Event().wait()  # until a signal
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(serve())
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"tools/serve.py: {error}") from None

@@ -1,0 +1,200 @@
+"""A vLLM server for one run: started with the flags that the run needs, gone with it.
+
+    train.py ── pipe ──► supervisor (this file) ── starts ──► vLLM's API server ──► its engine
+                │                                             └──── one process group ────┘
+                └─ closes at any death of train.py: the supervisor ends the whole group
+
+A pipe, because a process that is killed with -9 can say nothing, but its pipes close; a group,
+because vLLM's engine is a process of its own that would outlive the API server.
+
+Every flag follows from the run: adapters on, a slot for each version that can be alive at once,
+log-probabilities after temperature (vLLM's default ignores it), no sampling defaults from the
+checkpoint (Qwen3's generation_config.json would set top_p and top_k).
+
+Left out on purpose: tensor and data parallelism (start vLLM with its own flags, name it by
+--vllm-url), and the client, which is rollout.py's VLLMEngine.
+
+    python tools/vllm_server.py assets/tiny-qwen3 --port 8000       a server for several runs
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from tqdm import tqdm
+
+START_LIMIT = 1800.0  # seconds; a large model may have to be downloaded first
+GRACE = 15.0  # seconds between SIGTERM and SIGKILL
+
+
+def server_command(
+    model: str,
+    *,
+    port: int = 8000,
+    max_lora_rank: int = 8,
+    versions: int = 2,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_length: int = 512,
+    slots: int = 128,
+) -> list[str]:
+    """The command that serves `model` to a run.
+
+    versions: adapters that requests may name at once, the staleness bound + 2. The module, not
+    `vllm serve`: that one asks for a distribution called vllm, and the CPU build has another name.
+    """
+    settings = {
+        "model": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": dtype,
+        "max-model-len": max_length,
+        "max-num-seqs": slots,
+        "max-lora-rank": max_lora_rank,
+        "max-loras": versions,
+        "max-cpu-loras": versions + 1,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-lora"]
+    for name, value in settings.items():
+        command += [f"--{name}", str(value)]
+    if device == "cpu":
+        # A seeded request whose prompt is computed in two steps ends a server on a CPU ("CPU
+        # Generator does not use offset"), so every prompt is computed in one.
+        whole = ["--no-enable-chunked-prefill", "--max-num-batched-tokens"]
+        return [*command, "--enforce-eager", *whole, str(max(max_length, 4096))]
+    return [*command, "--gpu-memory-utilization", "0.5"]  # the trainer has the rest
+
+
+def server_environment() -> dict[str, str]:
+    """This process's environment, with what vLLM must find in it."""
+    ours = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # else the routes that load adapters do not exist
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; CPU only
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer works on the same cores
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return ours | dict(os.environ)
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now; whoever else takes it first is found at the start."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class VLLMServer:
+    """One server of one run: `async with` starts it, waits until it answers, and ends it.
+
+    log: file that takes what vLLM prints. settings: as for server_command. Raises RuntimeError,
+    with the end of the log, if vLLM dies or does not answer.
+    """
+
+    def __init__(self, model: str, log: Path, **settings):
+        settings.setdefault("port", free_port())
+        self.log, self.url = log, f"http://127.0.0.1:{settings['port']}"
+        self.command = server_command(model, **settings)
+
+    async def __aenter__(self) -> "VLLMServer":
+        with self.log.open("a") as stream:
+            print(shlex.join(self.command), file=stream, flush=True)
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "--supervise", *self.command],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                env=server_environment(),
+                start_new_session=True,  # Ctrl-C is for the run, which then ends its server
+            )
+        started = time.monotonic()
+        print(f"vLLM is starting at {self.url} (log: {self.log})", flush=True)
+        try:
+            with tqdm(
+                desc="vLLM is starting", bar_format="{desc} {elapsed}", leave=False, disable=None
+            ) as bar:
+                while not self.answers():
+                    bar.refresh()
+                    if self.process.poll() is not None:
+                        raise RuntimeError(f"vLLM did not start: {self.last_words()}")
+                    if time.monotonic() - started > START_LIMIT:
+                        raise RuntimeError(f"vLLM does not answer: {self.last_words()}")
+                    await asyncio.sleep(0.5)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        print(f"vLLM is ready after {time.monotonic() - started:.0f} s", flush=True)
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.process.stdin.close()  # the supervisor reads the end of its input, and ends the group
+        self.process.wait()
+
+    def answers(self) -> bool:
+        if self.process.poll() is not None:
+            return False  # somebody else may answer there
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def last_words(self, lines: int = 8) -> str:
+        """Whether it lives, and the end of its log."""
+        code = self.process.poll()
+        state = "it is still running" if code is None else f"it ended with exit code {code}"
+        tail = self.log.read_text(errors="replace").splitlines()[-lines:]
+        return "\n  ".join([f"{state}; the end of {self.log}:", *tail])
+
+
+def supervise(command: list[str]) -> int:
+    """Runs `command` in a process group of its own until it ends, or until our input does."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+
+    def end_group(number: int) -> None:
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return  # nobody of it is left
+
+    def wait_for_run() -> None:
+        sys.stdin.buffer.read()  # returns when the run closes its end, alive or dead
+        end_group(signal.SIGTERM)
+        time.sleep(GRACE)
+        end_group(signal.SIGKILL)
+
+    threading.Thread(target=wait_for_run, daemon=True).start()
+    code = child.wait()
+    end_group(signal.SIGKILL)  # the engine must not outlive its API server
+    return code
+
+
+def main() -> None:
+    """Serves a model to runs that name the server by --vllm-url."""
+    parser = argparse.ArgumentParser("tools/vllm_server.py", description=main.__doc__)
+    parser.add_argument("model", help="checkpoint: a directory or a Hub id")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-lora-rank", type=int, default=8, help="1, 8, 16, 32, 64, ...")
+    parser.add_argument("--versions", type=int, default=4, help="adapters in use at once")
+    parser.add_argument("--dtype", default="float32", help="the run's --dtype")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--max-length", type=int, default=512, help="the run's --max-length")
+    parser.add_argument("--slots", type=int, default=128, help="requests in a batch")
+    command = server_command(**vars(parser.parse_args()))
+    print(shlex.join(command), flush=True)
+    os.execve(command[0], command, server_environment())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--supervise"]:
+        raise SystemExit(supervise(sys.argv[2:]))
+    main()
