@@ -130,7 +130,10 @@ def parse_config(arguments: list[str], kind: type = Config):
     config = tyro.cli(kind, default=defaults, args=arguments, description=description)
     saved = Path(config.output) / "config.toml"
     if config.resume and not file.config and saved.is_file():
-        config = tyro.cli(kind, default=kind(**read_toml(saved, kind)), args=arguments)
+        before = read_toml(saved, kind)
+        if any(argument.startswith("--vllm-url") for argument in arguments):
+            before.pop("vllm_url")  # repeated, the flag adds to what it had
+        config = tyro.cli(kind, default=kind(**before), args=arguments)
     return config
 
 

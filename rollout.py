@@ -24,6 +24,7 @@ Axes: P prompts (groups), G samples per group.
 
 import asyncio
 import hashlib
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -90,6 +91,7 @@ class VLLMEngine:
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.directories: dict[str, Path] = {}  # adapter -> where the servers read it
         self.used: set[str] = set()  # names and directories, also of adapters long gone
+        self.sent: set[str] = set()  # names that a server may hold, also after half a failure
         self.requests: Counter[str] = Counter()  # adapter -> requests in flight
         self.timeout = timeout
         self.room = {url: asyncio.Semaphore(in_flight) for url in self.urls}
@@ -117,10 +119,16 @@ class VLLMEngine:
     # Loading: blocking calls, since nothing can be sampled meanwhile under the new name anyway.
 
     def call(self, url: str, route: str, body: dict | None = None) -> httpx.Response:
+        """A server's answer, whatever it is; ValueError for what is no URL of one."""
         method = "GET" if body is None else "POST"
         try:
             return httpx.request(
-                method, url + route, json=body, timeout=self.timeout, trust_env=False
+                method,
+                url + route,
+                json=body,
+                timeout=self.timeout,
+                trust_env=False,
+                verify=self.certificates,
             )
         except httpx.InvalidURL as error:
             raise ValueError(f"{url} is no URL of a server ({error})") from error
@@ -134,7 +142,7 @@ class VLLMEngine:
         answer = self.call(url, "/v1/models")
         try:
             (base,) = [entry for entry in answer.json()["data"] if entry.get("parent") is None]
-            name, length = base["id"], base["max_model_len"]
+            name, length = base["id"], int(base["max_model_len"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RuntimeError(
                 f"{url} answers {answer.status_code}, but not as vLLM does"
@@ -165,6 +173,7 @@ class VLLMEngine:
         lora.check_adapter(self.model, name, *read_adapter(directory))
         body = {"lora_name": name, "lora_path": str(directory)}
         self.used |= {name, str(directory)}
+        self.sent.add(name)
         with ThreadPoolExecutor() as pool:
             answers = pool.map(lambda url: self.call(url, "/v1/load_lora_adapter", body), self.urls)
             for url, answer in zip(self.urls, answers, strict=True):
@@ -184,6 +193,7 @@ class VLLMEngine:
         del self.directories[name]
         for url in self.urls:
             self.unload(url, name)
+        self.sent.remove(name)
 
     def unload(self, url: str, name: str) -> None:
         answer = self.call(url, "/v1/unload_lora_adapter", {"lora_name": name})
@@ -192,15 +202,15 @@ class VLLMEngine:
 
     def forget(self, prefix: str) -> list[str]:
         """Unloads what a dead attempt of a run left on the servers: names that start so."""
-        names = {
-            entry["id"]: url
+        held = [
+            (url, entry["id"])
             for url in self.urls
             for entry in self.call(url, "/v1/models").json()["data"]
             if entry.get("parent") is not None and entry["id"].startswith(prefix)
-        }
-        for name, url in names.items():
+        ]
+        for url, name in held:
             self.unload(url, name)
-        return sorted(names)
+        return sorted({name for _, name in held})
 
     def drop_cache(self, adapter: str | None = None) -> None:
         """Nothing: a server's cache goes with the adapter's name."""
@@ -211,7 +221,7 @@ class VLLMEngine:
             await client.aclose()
         self.timeout = min(self.timeout, 5.0)  # a server that hangs has been waited for enough
         for url in self.urls:
-            for name in self.adapters:
+            for name in sorted(self.sent):
                 try:
                     self.unload(url, name)
                 except RuntimeError:
@@ -252,24 +262,42 @@ class VLLMEngine:
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
         }
-        async with self.room[url]:
-            client = self.idle[url].pop() if self.idle[url] else self.connect()
-            self.requests[name] += 1
-            try:
-                answer = await self.post(client, url, body)
-            finally:
-                self.requests[name] -= 1
-                self.idle[url].append(client)
-        choice = answer["choices"][0]
-        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        reason = choice["finish_reason"]
-        whole = reason == "stop" and token_ids[-1] in request.stop_token_ids
-        whole = whole or (reason == "length" and len(token_ids) == limit)
-        if not whole or len(logprobs) != len(token_ids):
+        self.requests[name] += 1  # also while it waits for room
+        try:
+            async with self.room[url]:
+                client = self.idle[url].pop() if self.idle[url] else self.connect()
+                try:
+                    answer = await self.post(client, url, body)
+                finally:
+                    self.idle[url].append(client)
+        finally:
+            self.requests[name] -= 1
+        return self.read(url, answer, request, limit)
+
+    def read(self, url: str, answer: httpx.Response, request: Request, limit: int) -> Completion:
+        """What a server sampled; RuntimeError unless it is what was asked for."""
+        try:
+            choice = answer.json()["choices"][0]
+            token_ids, reason = choice["token_ids"], choice["finish_reason"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            stopped = reason == "stop" and token_ids[-1] in request.stop_token_ids
+            whole = stopped or (reason == "length" and len(token_ids) == limit)
+            whole = whole and 0 < len(token_ids) == len(logprobs) and len(token_ids) <= limit
+            known = all(0 <= token < self.model.config.vocab_size for token in token_ids)
+            finite = all(map(math.isfinite, logprobs))
+        except (ValueError, LookupError, TypeError):
+            raise RuntimeError(
+                f"{url}: no token ids with their logprobs in its answer: {answer.text[:500]}"
+            ) from None
+        if not whole:
             raise RuntimeError(
                 f"{url}: {len(token_ids)} tokens of at most {limit} with {len(logprobs)} logprobs, "
                 f"finish reason {reason!r}: not what was asked for"
             )
+        if not known:
+            raise RuntimeError(f"{url}: tokens that the trainer's model has not: {token_ids}")
+        if not finite:
+            raise FloatingPointError(f"adapter {request.adapter!r} gives NaN or infinity")
         return Completion(token_ids, logprobs, reason)
 
     def connect(self) -> httpx.AsyncClient:
@@ -278,7 +306,7 @@ class VLLMEngine:
         self.clients.append(client)
         return client
 
-    async def post(self, client: httpx.AsyncClient, url: str, body: dict) -> dict:
+    async def post(self, client: httpx.AsyncClient, url: str, body: dict) -> httpx.Response:
         """The answer to a completion request; a draw is repeatable, so asking again is safe."""
         for pause in (*RETRY_PAUSES, None):
             try:
@@ -289,7 +317,7 @@ class VLLMEngine:
                 problem = self.failure(url, error)
             else:
                 if answer.status_code == 200:
-                    return answer.json()
+                    return answer
                 problem = f"{url} answers {answer.status_code}: {refusal(answer)}"
                 if "not JSON compliant" in problem:
                     raise FloatingPointError(f"adapter {body['model']!r} gives NaN or infinity")
@@ -303,7 +331,7 @@ class VLLMEngine:
         """Why a server gave no answer, and what it said last."""
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         if isinstance(error, httpx.TimeoutException):
-            what = f"no answer in {self.timeout:.0f} s, so it hangs or is overloaded"
+            what = f"no answer in {self.timeout:g} s, so it hangs or is overloaded"
         return f"the server {url} failed ({what}); {self.last_words()}"
 
 

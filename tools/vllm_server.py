@@ -103,10 +103,14 @@ class VLLMServer:
 
     def __init__(self, model: str, log: Path, **settings):
         settings.setdefault("port", free_port())
-        self.log, self.url = log, f"http://127.0.0.1:{settings['port']}"
+        self.log, self.port = log, settings["port"]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.command = server_command(model, **settings)
 
     async def __aenter__(self) -> "VLLMServer":
+        with socket.socket() as visitor:
+            if visitor.connect_ex(("127.0.0.1", self.port)) == 0:  # it would answer in our place
+                raise RuntimeError(f"port {self.port} is in use; vLLM cannot listen at {self.url}")
         with self.log.open("a") as stream:
             print(shlex.join(self.command), file=stream, flush=True)
             self.process = subprocess.Popen(
@@ -167,7 +171,9 @@ def supervise(command: list[str]) -> int:
             return  # nobody of it is left
 
     def wait_for_run() -> None:
-        sys.stdin.buffer.read()  # returns when the run closes its end, alive or dead
+        # Returns when the run closes its end, alive or dead. Not sys.stdin, whose lock this thread
+        # would hold when the interpreter ends, which is then fatal.
+        os.read(0, 1)
         end_group(signal.SIGTERM)
         time.sleep(GRACE)
         end_group(signal.SIGKILL)
