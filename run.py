@@ -294,7 +294,7 @@ def plot(run: Run, title: str, panels: dict[str, str]) -> None:
     for place, result, side in ((0, run.eval_before, "left"), (run.step, run.eval_after, "right")):
         if result:
             axes[0, 0].plot(place, result[key], "o", color="tab:red")
-            label = f"{RESULTS[key]} {result[key]:.2f}"
+            label = f"{RESULTS[key]} {result[key]:.3f}"
             axes[0, 0].annotate(
                 label, (place, result[key]), (0, -14), textcoords="offset points", ha=side
             )

@@ -383,7 +383,7 @@ async def train(config: SFTConfig) -> None:
             before = ", ".join(f"{words} {value:.3f}" for words, value in results.items())
             print(f"before training: {before}", flush=True)
         while run.step < config.steps:
-            await asyncio.sleep(0)  # Ctrl-C cancels here, between two steps
+            await asyncio.sleep(1e-3)  # Ctrl-C and SIGTERM cancel here, between two steps
             step, clock = run.step + 1, time.monotonic()
             chosen = tasks_of_step(data, run.step, config.batch_size, config.seed)
             batches = in_batches(chosen, config)
