@@ -95,7 +95,8 @@ class Tokenizer:
 
     def spoken_ids(self, message: dict) -> list[int]:
         """What the model would have had to say to get this assistant's message written: all that
-        the template puts after its generation prompt, up to and including the end of turn.
+        the template puts after its generation prompt, up to and including the end of turn. (Where
+        the message has no thought, Qwen3's hybrid template writes an empty one: that too.)
 
         ValueError if the template begins a turn otherwise than its generation prompt does, and for
         a text in which generation would have ended earlier.
