@@ -472,6 +472,15 @@ def test_help_explains_every_field(capsys):
         assert f"--{name.replace('_', '-')}" in printed and " ".join(sentence.split()) in printed
 
 
+def test_prime_rls_lora_table_is_read_as_it_stands(tmp_path):
+    text = 'batch_size = 2\n[model.lora]\nrank = 4\nalpha = 16\ntarget_modules = ["q_proj"]\n'
+    file = written(tmp_path, "sft.toml", text)
+    config = train.parse_config(["--config", str(file), "--steps", "3"], sft.SFTConfig)
+    assert config == sft.SFTConfig(
+        batch_size=2, rank=4, alpha=16.0, target_modules=("q_proj",), steps=3
+    )
+
+
 def test_fields_that_both_runs_have_mean_the_same_by_default():
     """But for those that only one of them could set well."""
     own = {"steps", "dropout"}
