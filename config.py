@@ -43,6 +43,10 @@ class Config:
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
 
+    init_adapter: str = ""
+    """Adapter directory to start from (of sft.py or another run), whose frozen copy is then the
+    reference; without one B is 0 and the base is the reference."""
+
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,7 +93,7 @@ class Config:
     advantage_scale: Literal["none", "std"] = "none"
     """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
     kl: float = 0.0
-    """Weight of the KL to the reference, which is the base with the adapter off."""
+    """Weight of the KL to the reference: the base with the adapter off, or --init-adapter."""
 
     seed: int = 0
     """A seed repeats its run exactly on the same machine."""
@@ -134,11 +138,12 @@ def parse_config(arguments: list[str], kind: type = Config):
     return config
 
 
-def check_config(config: Config) -> None:
-    """ValueError for what would fail or mislead later."""
-    positive = """steps groups group_size max_turns max_new_tokens slots search_results eval_size
-        save_every micro_tokens lr temperature max_grad_norm vllm_timeout""".split()
-    for name in (*positive, "kl", "warmup", "eval_every", "seed"):
+def check_config(config) -> None:
+    """ValueError for what would fail or mislead later; of the fields that the dataclass has."""
+    positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
+        eval_size save_every micro_tokens lr temperature max_grad_norm vllm_timeout""".split()
+    fields = vars(config).keys() & {*positive, "kl", "warmup", "eval_every", "seed"}
+    for name in sorted(fields):
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
         if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
@@ -146,6 +151,12 @@ def check_config(config: Config) -> None:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
+    if isinstance(config, Config):
+        check_modes(config)
+
+
+def check_modes(config: Config) -> None:
+    """ValueError for what does not go together, with the reason."""
     if config.vllm_url and config.engine != "vllm":
         raise ValueError("--vllm-url names servers for --engine vllm; add that")
     if config.engine == "vllm" and config.rank > VLLM_RANKS[-1]:

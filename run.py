@@ -6,6 +6,7 @@
       broadcasts/      versions of the adapter that the sampler reads, one at a time
       checkpoints/     the last two: adapter, optimizer, progress, random state; never the base
       adapter/         the PEFT directory to deploy      summary.json, reward.png    what came out
+      reference/       the frozen copy of the adapter that it started from, if from one
 
 A directory belongs to one run. What is written at an end or at a checkpoint appears whole or not at
 all; a resumed run cuts metrics and samples back to its checkpoint and repeats what came after.
@@ -49,6 +50,10 @@ class Run:
     eval_after: dict = field(default_factory=dict)
     base_parameters: int = 0
     adapter_parameters: int = 0
+
+    def eta(self, steps: int) -> float:
+        """Seconds to step `steps`, at the pace so far."""
+        return (steps - self.step) * self.seconds / self.step
 
 
 def open_run(config, name: str) -> Run:
@@ -176,6 +181,7 @@ PANELS = {
     "entropy": "entropy",
     "mismatch_max": "largest |trainer - sampler| logprob",
 }
+RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before and eval_after hold
 
 
 def run_name(config) -> str:
@@ -184,7 +190,6 @@ def run_name(config) -> str:
 
 def step_line(row: dict, run: Run, config) -> str:
     """A step in one line, the same on a terminal and in a file."""
-    eta = (config.steps - run.step) * run.seconds / run.step
     held_out = "" if row["eval_reward"] is None else f"held out {row['eval_reward']:.3f}  "
     return (
         f"step {row['step']:3}/{config.steps}  reward {row['reward']:.3f}  {held_out}"
@@ -192,7 +197,7 @@ def step_line(row: dict, run: Run, config) -> str:
         f"mismatch {row['mismatch_max']:.0e}  entropy {row['entropy']:.3f}  "
         f"sample {row['sample_tokens_per_second']:,.0f} tok/s  "
         f"train {row['train_tokens_per_second']:,.0f} tok/s  {row['seconds']:.1f} s  "
-        f"ETA {eta:.0f} s"
+        f"ETA {run.eta(config.steps):.0f} s"
     )
 
 
@@ -212,7 +217,9 @@ def sample_row(run: Run, episode, advantage: float) -> dict:
     }
 
 
-def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float) -> None:
+def finish(
+    run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float, panels: dict[str, str]
+) -> None:
     """Checkpoint, adapter, summary, picture, and the commands that load the adapter."""
     save_checkpoint(run, model, lora, optimizer)
     adapter, beside = run.directory / "adapter", run.directory / ".adapter.tmp"
@@ -221,12 +228,14 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
     shutil.rmtree(adapter, ignore_errors=True)
     beside.rename(adapter)
     before, after = run.eval_before, run.eval_after
+    results = {"before": before, "after": after}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
     summary = {
         "eval_before": before.get("reward"),
         "eval_after": after.get("reward"),
         "outcomes_before": before.get("outcomes"),
         "outcomes_after": after.get("outcomes"),
+        **{f"loss_{when}": result["loss"] for when, result in results.items() if "loss" in result},
         "seconds": seconds,
         "steps": run.step,
         "adapter_parameters": run.adapter_parameters,
@@ -235,15 +244,20 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
         "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),
     }
     write_json(run.directory / "summary.json", summary)
-    plot(run, run_name(config), PANELS)
+    plot(run, run.directory.name, panels)
     if not after:
         print(f"\nstopped after step {run.step}; go on: --output {run.directory} --resume")
         return
     max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+    changes = ", ".join(
+        f"{words} {before[key]:.3f} -> {after[key]:.3f}"
+        for key, words in RESULTS.items()
+        if key in before
+    )
     print(
-        f"\nheld out {before['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s"
+        f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
-        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/reward.png, "
+        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, "
         f"samples.jsonl\n"
         f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
         f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
@@ -254,33 +268,38 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
     )
 
 
+def picture(panels: dict[str, str]) -> str:
+    return f"{next(iter(panels))}.png"
+
+
 def plot(run: Run, title: str, panels: dict[str, str]) -> None:
-    """reward.png: metrics over the steps, up to four panels (key -> title); the first one also
-    shows the held-out results."""
+    """Named after the first of up to four panels (key -> title), which also shows the results
+    before and after: metrics over the steps, where a step has them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows]
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), sharex=True, layout="constrained")
     for axis, (key, name) in zip(axes.flat, panels.items(), strict=False):
-        axis.plot(steps, [row[key] for row in rows], marker=".")
+        shown = [row for row in rows if row[key] is not None]
+        axis.plot([row["step"] for row in shown], [row[key] for row in shown], marker=".")
         axis.set_title(name)
         if key == "mismatch_max" and any(row[key] > 0 for row in rows):
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
+    key = next(iter(panels))
     for place, result, side in ((0, run.eval_before, "left"), (run.step, run.eval_after, "right")):
         if result:
-            axes[0, 0].plot(place, result["reward"], "o", color="tab:red")
-            label = f"held out {result['reward']:.2f}"
+            axes[0, 0].plot(place, result[key], "o", color="tab:red")
+            label = f"{RESULTS[key]} {result[key]:.3f}"
             axes[0, 0].annotate(
-                label, (place, result["reward"]), (0, -14), textcoords="offset points", ha=side
+                label, (place, result[key]), (0, -14), textcoords="offset points", ha=side
             )
-    axes[0, 0].set_ylim(0, 1.1)
+    axes[0, 0].set_ylim(0, 1.1 if key == "reward" else None)
     for axis in axes[1]:
         axis.set_xlabel("step")
     figure.suptitle(title)
-    figure.savefig(run.directory / "reward.png", dpi=120)
+    figure.savefig(run.directory / picture(panels), dpi=120)
     pyplot.close(figure)

@@ -2,6 +2,7 @@
 
     python train.py --rank 8                         the default: a tiny wiki-search agent, minutes
     python train.py --config my.toml --steps 50      any field below, from a file and as a flag
+    python train.py --init-adapter runs/x/adapter    go on from an adapter, such as one of sft.py
     python train.py --output runs/x --resume         go on where a run stopped, bit for bit
 
 One step, numbered as in the README's figure:
@@ -27,6 +28,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,15 +38,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from broadcast import list_published, publish, retire
+from broadcast import list_published, load_adapter, publish, read_adapter, retire, save_adapter
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, VLLM_RANKS, Config, check_config, parse_config
 from environments import load_environment
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
-from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
 from model import Qwen3
 from rollout import Request, TorchEngine, Trajectory, VLLMEngine, derive_seed, run_groups
 from run import (
+    PANELS,
     Run,
     append_row,
     cut_back,
@@ -66,6 +69,7 @@ SHIPPED_DATA = {
     },
     "math_qa": {"questions": ASSETS / "math_qa.jsonl"},
 }
+REFERENCE = "reference"  # the frozen copy of --init-adapter, by its name among the adapters
 # Largest difference of a logprob between trainer and sampler that rounding explains, see
 # experiments/mismatch.md.
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
@@ -116,6 +120,12 @@ def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) ->
     return batches
 
 
+def reference_policy(model):
+    """Context manager: inside, the frozen adapter that the run started from, else the base."""
+    started_from_one = REFERENCE in model.lora_selection.names
+    return use_adapters(model, [(REFERENCE, None)] if started_from_one else [])
+
+
 def loss_and_backward(model, batches: list[Batch], denominator: int, config: Config) -> dict:
     """Stage 4 over all micro-batches: gradients are left on the adapter, metrics returned."""
     seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
@@ -128,7 +138,7 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
         clipped += counts["clipped_low"] + counts["clipped_high"]
         # Without a KL loss one micro-batch, of middling length, serves as the metric.
         if config.kl > 0 or number == len(batches) // 2:
-            with adapter_disabled(model), torch.no_grad():
+            with reference_policy(model), torch.no_grad():
                 reference, _ = model.token_logprobs(batch.ids, batch.mask, config.temperature)
             seen["policy"].append(logprobs.detach()[batch.mask])
             seen["reference"].append(reference[batch.mask])
@@ -170,21 +180,21 @@ def optimizer_step(model, optimizer, step: int, config: Config) -> float:
 
 
 def self_check(model, trajectories: list[Trajectory], config: Config) -> str:
-    """Before the first step: the new adapter changes nothing, and trainer and sampler agree."""
+    """Before the first step: the policy is its reference, and trainer and sampler agree."""
     batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
+    model.eval()  # no dropout, as in the reference and in the sampler
     with torch.no_grad():
         logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
-        with adapter_disabled(model):
-            base, _ = model.token_logprobs(batch.ids, batch.mask)
-    if not torch.equal(logprobs, base):
-        raise RuntimeError("the new adapter, whose B is zero, changes the model")
+        with reference_policy(model):
+            reference, _ = model.token_logprobs(batch.ids, batch.mask)
+    model.train()
+    start = "adapter is its frozen copy" if config.init_adapter else "new adapter changes no bit"
+    if not torch.equal(logprobs, reference):
+        raise RuntimeError(f"self-check, the {start}: not so, policy and reference differ")
     largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
     if largest > MISMATCH_BOUND[config.dtype]:
         raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
-    return (
-        "self-check: the new adapter changes no bit; trainer and sampler differ by at most "
-        f"{largest:.0e} a logprob"
-    )
+    return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -299,11 +309,11 @@ class Trainer:
         return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
 
 
-def load_environments(config: Config) -> tuple[Any, Any]:
+def load_environments(config) -> tuple[Any, Any]:
     """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
     files = dict(SHIPPED_DATA[config.environment])
     for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
-        if getattr(config, name):
+        if getattr(config, name, ""):
             files[name] = getattr(config, name)
             if name != "eval_corpus":  # what is held out of other data is not in the shipped files
                 files.pop("eval_corpus", None)
@@ -320,55 +330,97 @@ def load_environments(config: Config) -> tuple[Any, Any]:
     return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
 
 
+def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
+    for task in tasks:
+        length = len(tokenizer.prompt_ids(environment, task))
+        if length >= max_length:
+            raise ValueError(
+                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
+                f"{max_length}; raise --max-length"
+            )
+
+
 def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     environment, held_out = load_environments(config)
     tokenizer = load_tokenizer(config.model)
-    for surroundings, task in [
-        *((environment, task) for task in environment.train),
-        *((held_out, task) for task in held_out.eval[: config.eval_size]),
-    ]:
-        length = len(tokenizer.prompt_ids(surroundings, task))
-        if length >= config.max_length:
-            raise ValueError(
-                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
-                f"{config.max_length}; raise --max-length"
-            )
-    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
-    base_parameters = sum(parameter.numel() for parameter in model.parameters())
+    check_prompts(tokenizer, environment, environment.train, config.max_length)
+    check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
+    model, lora, optimizer = load_policy(config)
+    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
+    if config.init_adapter:
+        resumed = config.resume and started_from.is_dir()
+        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+    engine = None  # vLLM starts when the run has a directory for its log
+    if config.engine == "torch":
+        engine = TorchEngine(model, config.slots, config.max_length)
+    heading = (
+        f"{config.environment}: {len(environment.train)} questions to train on, "
+        f"{len(held_out.eval[: config.eval_size])} held out"
+    )
+    run = start_run(config, run_name(config), model, lora, optimizer, heading)
+    return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
 
+
+def load_policy(config) -> tuple[Qwen3, LoRAConfig, torch.optim.Optimizer]:
+    """The frozen base with a fresh adapter in it, and the optimizer of the adapter."""
+    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
     torch.manual_seed(config.seed)
     lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
-    names = inject_lora(model, lora)
+    inject_lora(model, lora)
     # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
     parameters = lora_parameters(model)
     optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
         raise RuntimeError("the optimizer's parameters are not those that require gradients")
-    engine = None
-    if config.engine == "torch":
-        engine = TorchEngine(model, config.slots, config.max_length)
+    return model, lora, optimizer
 
-    run = load_checkpoint(open_run(config, run_name(config)), model, optimizer)
+
+def start_from(model, lora: LoRAConfig, directory: Path) -> None:
+    """Loads an adapter into the trainable one, and a frozen copy of it beside: the reference.
+
+    Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.
+    """
+    found, tensors = read_adapter(directory)
+    targets = {name.split(".")[-3] for name in lora_parameters(model)}
+    for flag, ours, its in (
+        ("--rank", lora.rank, found.rank),
+        ("--alpha", lora.alpha, found.alpha),
+        ("--target-modules", " ".join(sorted(targets)), " ".join(sorted(found.target_modules))),
+    ):
+        if ours != its:
+            raise ValueError(f"{directory}: an adapter with {flag} {its}, not {ours}; set {flag}")
+    load_adapter(model, directory)
+    add_adapter(model, REFERENCE, found, tensors)
+
+
+def start_run(config, name: str, model, lora: LoRAConfig, optimizer, heading: str) -> Run:
+    """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
+    run = open_run(config, name)
+    reference = run.directory / "reference"
+    if REFERENCE in model.lora_selection.names and not reference.is_dir():
+        save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
+    run = load_checkpoint(run, model, optimizer)
     for name in ("metrics.jsonl", "samples.jsonl"):
         cut_back(run.directory / name, run.step)
     for attempt in (run.directory / "broadcasts").glob("attempt_*"):
         for path in list_published(attempt):
             retire(path)  # left by an attempt that died
-    run.base_parameters = base_parameters
-    run.adapter_parameters = sum(parameter.numel() for parameter in parameters.values())
+    adapter = lora_parameters(model)
+    base = [p for parameter, p in model.named_parameters() if ".lora_" not in parameter]
+    run.base_parameters = sum(p.numel() for p in base)
+    run.adapter_parameters = sum(p.numel() for p in adapter.values())
     print(
-        f"{config.environment}: {len(environment.train)} questions to train on, "
-        f"{len(held_out.eval[: config.eval_size])} held out\n"
+        f"{heading}\n"
         f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
-        f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(names)} adapters of rank "
-        f"{config.rank}\n"
+        f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(adapter) // 2} adapters of "
+        f"rank {config.rank}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
         flush=True,
     )
-    return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    return run
 
 
 async def start_vllm(trainer: Trainer, stack: AsyncExitStack) -> None:
@@ -492,23 +544,28 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
         # await, so before stage 2; what fails in stage 6 leaves the last checkpoint as it is.
         if whole:
             seconds = time.monotonic() - started
-            finish(run, model, trainer.lora, trainer.optimizer, config, seconds)
+            finish(run, model, trainer.lora, trainer.optimizer, config, seconds, PANELS)
 
 
 def main(arguments: list[str]) -> None:
-    """What a user can mend is one line, and Ctrl-C or SIGTERM saves what there is."""
+    run_command("train.py", train, Config, arguments)
 
-    async def until_signal(config: Config) -> None:
+
+def run_command(program: str, job: Callable, kind: type, arguments: list[str]) -> None:
+    """Runs `await job(config)`, config of the dataclass `kind`: what a user can mend is one line,
+    and Ctrl-C or SIGTERM cancels the job at an await, so that it can save what there is."""
+
+    async def until_signal(config) -> None:
         task = asyncio.current_task()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await train(config)
+        await job(config)
 
     try:
-        asyncio.run(until_signal(parse_config(arguments)))
+        asyncio.run(until_signal(parse_config(arguments, kind)))
     except (ValueError, RuntimeError, ArithmeticError, ImportError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "; make room, then go on with --output and --resume" if full else ""
-        raise SystemExit(f"train.py: {error}{hint}") from None
+        raise SystemExit(f"{program}: {error}{hint}") from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise SystemExit(130) from None
 

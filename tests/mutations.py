@@ -1,4 +1,4 @@
-"""Twenty bugs of one line each, and the tests that notice them.
+"""Bugs of one line each, and the tests that notice them.
 
     python tests/mutations.py            all of them, in a few minutes
     python tests/mutations.py 3 17       some of them
@@ -173,6 +173,27 @@ MUTATIONS = (
         '        optimizer.load_state_dict(state["optimizer"])\n',
         "",
         "test_train.py::test_a_run_made_longer_is_the_long_run",
+    ),
+    Mutation(
+        "a run from an adapter has the base for its reference",
+        "train.py",
+        "[(REFERENCE, None)] if started_from_one else []",
+        "[]",
+        "test_train.py::test_a_run_from_an_adapter_starts_as_it_and_refers_to_it",
+    ),
+    Mutation(
+        "a demonstration never says its end of turn",
+        "chat.py",
+        "return [*ids, self.end_of_turn_id]",
+        "return ids",
+        "test_sft.py::test_loss_is_on_what_the_assistant_says_and_its_end_of_turn",
+    ),
+    Mutation(
+        "the assistant's messages in a prompt carry loss",
+        "sft.py",
+        "if turn < context:",
+        "if False:",
+        "test_sft.py::test_of_a_prompt_nothing_carries_loss_and_texts_are_messages",
     ),
 )
 
