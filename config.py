@@ -44,6 +44,8 @@ class Config:
     """Qwen3 checkpoint: a directory or a Hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base; the adapter and the optimizer are always fp32."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
 

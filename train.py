@@ -42,6 +42,7 @@ from environments import load_environment
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters
 from model import Qwen3
+from quant import quantize_base
 from rollout import TorchEngine, Trajectory, derive_seed, run_groups
 from run import (
     Run,
@@ -286,6 +287,8 @@ def set_up(config: Config) -> Trainer:
             )
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.quantize == "nf4":
+        quantize_base(model)
 
     torch.manual_seed(config.seed)
     lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
@@ -309,7 +312,9 @@ def set_up(config: Config) -> Trainer:
     print(
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out\n"
-        f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
+        f"{config.model}: {run.base_parameters:,} parameters, frozen"
+        f"{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
+        f"{run.adapter_parameters:,} "
         f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(names)} adapters of rank "
         f"{config.rank}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
