@@ -13,11 +13,13 @@ sampler use one module, so one set of dequantised weights, bit for bit; adapters
 it. Codes and dequantised weights are those of bitsandbytes (tests/test_quant.py, -m peers), which
 PEFT and vLLM load: an adapter trained here meets the very same base there.
 
-An adapter trained on this base belongs to this base. Serve it beside the NF4 base, or merge it into
-the *dequantised* weights and serve those; on the unquantised base it is another policy, and a merge
-that is quantised again loses most of the update. Measured by
+An adapter trained on this base belongs to this base: serve it beside the NF4 base (bitsandbytes,
+nf4 with double quantization), or merge it into the *dequantised* weights (merge_lora does) and
+serve those. On the unquantised base, or merged and quantised again, it is another policy: on the
+default job the rewards are as good, but single logprobs are nats away, so nothing that samples for
+RL may do so. Measured by
 
-    python benchmarks/quant.py       memory, speed, and what each kind of merge does to the policy
+    python benchmarks/quant.py policy RUNS       KL of each way to deploy; also: memory, speed
 
 Left out on purpose: a fused kernel (a 4-bit base saves memory here, never time), paged optimizers,
 quantised embeddings, heads, norms and experts, and the peak of loading the checkpoint itself.
@@ -134,7 +136,7 @@ class QuantizedLinear(nn.Linear):
 
     `weight` (out, in) is made anew at each reading, in the dtype that the layer had. Its shape is
     out_features and in_features, its place that of `codes`, without making it. The bias, if there
-    is one, stays as it was.
+    is one, stays as it was. TypeError for a layer that was cast: cast first, then quantise.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -150,6 +152,10 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:
+        if self.scale_mean.dtype != torch.float32:
+            raise TypeError(
+                f"a packed layer was cast to {self.scale_mean.dtype}: cast before packing"
+            )
         packed = (self.codes, self.scale_codes, self.scale_absmax, self.scale_mean)
         flat = dequantize(*(parameter.detach() for parameter in packed))
         size = self.out_features * self.in_features

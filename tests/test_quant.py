@@ -239,6 +239,8 @@ def test_what_cannot_be_quantised_is_refused_by_name():
     quantize_base(model)
     with pytest.raises(ValueError, match="quantised once"):
         quantize_base(model)
+    with pytest.raises(TypeError, match="cast to torch.bfloat16"):
+        model.bfloat16()(tiny_tokens(model.config, 1, 3))
     model = tiny_model()
     model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj: .* not finite"):
