@@ -241,6 +241,11 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
         print(f"\nstopped after step {run.step}; go on: --output {run.directory} --resume")
         return
     max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+    nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on
+    four_bits = (
+        ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+        'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+    )
     print(
         f"\nheld out {before['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
@@ -248,8 +253,9 @@ def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float)
         f"samples.jsonl\n"
         f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
         f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-        f'"{config.model}"), "{adapter}")\n'
-        f"  vLLM   vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
+        f'"{config.model}"{four_bits if nf4 else ""}), "{adapter}")\n'
+        f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
+        f"vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
         f"--lora-modules agent={adapter.resolve()}",
         flush=True,
     )

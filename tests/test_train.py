@@ -333,6 +333,8 @@ def test_a_run_on_a_quantised_base_made_longer_is_the_long_run(tmp_path, small, 
     again(output, "--steps", "3")
     assert_equal_runs(output, long.output, 3)
     assert rows_of(output)[0] != rows_of(straight.output)[0]  # it is another policy
+    assert "BitsAndBytesConfig(load_in_4bit=True" in long.printed.getvalue()
+    assert "BitsAndBytesConfig" not in straight.printed.getvalue()
     assert "quantize = 'nf4'" in refusal(["--output", output, "--resume", "--quantize", "none"])
 
 
