@@ -51,6 +51,8 @@ class Config:
     """Qwen3 checkpoint: a directory or a Hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base; the adapter and the optimizer are always fp32."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
 
@@ -157,6 +159,11 @@ def check_config(config) -> None:
 
 def check_modes(config: Config) -> None:
     """ValueError for what does not go together, with the reason."""
+    if config.engine == "vllm" and config.quantize != "none":
+        raise ValueError(
+            "--quantize nf4 trains on 4-bit weights, and vLLM would sample from others: two "
+            "policies; use --engine torch"
+        )
     if config.vllm_url and config.engine != "vllm":
         raise ValueError("--vllm-url names servers for --engine vllm; add that")
     if config.engine == "vllm" and config.rank > VLLM_RANKS[-1]:

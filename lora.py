@@ -200,8 +200,8 @@ def inject_lora(model: nn.Module, config: LoRAConfig) -> list[str]:
     model.requires_grad_(False)
     beyond = []
     for name, layer in zip(names, _wrap(model, names), strict=True):
-        rows, columns = layer.base.weight.shape
-        device = layer.base.weight.device
+        rows, columns = layer.base.out_features, layer.base.in_features
+        device = next(layer.base.parameters()).device
         A = torch.empty(config.rank, columns, dtype=torch.float32, device=device)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5))
         B = torch.zeros(rows, config.rank, dtype=torch.float32, device=device)
@@ -242,7 +242,7 @@ def add_adapter(
         raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")
     names = check_adapter(model, name, config, tensors)
     for layer_name, layer in zip(names, _wrap(model, names), strict=True):
-        device = layer.base.weight.device
+        device = next(layer.base.parameters()).device
         A = tensors[f"{layer_name}.lora_A.weight"].to(device, torch.float32)
         B = tensors[f"{layer_name}.lora_B.weight"].to(device, torch.float32)
         layer.add(name, A, B, config)
@@ -268,7 +268,8 @@ def check_adapter(
         if layer_name not in modules:
             raise ValueError(f"adapter {name!r}: the model has no projection {layer_name!r}")
         layer = modules[layer_name]
-        out_size, in_size = getattr(layer, "base", layer).weight.shape
+        base = getattr(layer, "base", layer)
+        out_size, in_size = base.out_features, base.in_features
         for matrix, shape in (("A", (config.rank, in_size)), ("B", (out_size, config.rank))):
             found = tensors.get(f"{layer_name}.lora_{matrix}.weight")
             if found is None or tuple(found.shape) != shape:

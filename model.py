@@ -1,4 +1,4 @@
-"""Qwen3 in one file: the dense model, its key-value cache, a strict loader, a head without logits.
+"""Qwen3 in one file (and Qwen2): model, key-value cache, strict loader, a head without logits.
 
     x = embed(ids)
     for each layer:   x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -6,7 +6,8 @@
 
 What makes it Qwen3 (arXiv 2505.09388): K key-value heads shared by groups of H/K query heads, an
 RMSNorm on every single query and key head before the rotary embedding, SwiGLU, and a head_dim that
-need not be hidden_size / H.
+need not be hidden_size / H. Qwen2 (arXiv 2407.10671), the architecture of
+DeepSeek-R1-Distill-Qwen, is the same without the norm of the heads and with a bias on q, k and v.
 
 Parameters carry Hugging Face's names ("model.layers.0.self_attn.q_proj.weight"), so a checkpoint is
 loaded without a mapping table, and every tensor must be there, be used, and have its shape.
@@ -46,8 +47,9 @@ class Qwen3Config:
     rope_theta: float
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of Qwen3's four projections; Qwen2 has no such setting
     torch_dtype: str = "float32"
+    model_type: str = "qwen3"
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "Qwen3Config":
@@ -66,9 +68,10 @@ class Qwen3Config:
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "Qwen3Config":
         """As from_pretrained, from the parsed JSON; `where` names the source in errors."""
-        if raw.get("model_type") != "qwen3":
+        if raw.get("model_type") not in ("qwen3", "qwen2"):
             raise ValueError(
-                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3' is implemented"
+                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3' and 'qwen2' "
+                "are implemented"
             )
         # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
         rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
@@ -77,6 +80,7 @@ class Qwen3Config:
         required = {
             "rope type": (rope_type, "default"),
             "partial_rotary_factor": (rotary_share or 1.0, 1.0),
+            "use_mrope": (raw.get("use_mrope") or False, False),
             "use_sliding_window": (raw.get("use_sliding_window") or False, False),
             "layer_types": (set(raw.get("layer_types") or ["full_attention"]), {"full_attention"}),
             "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
@@ -197,20 +201,22 @@ class CacheWrite:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with an RMSNorm on each query and key head."""
+    """Grouped-query attention with an RMSNorm on each query and key head (none in Qwen2)."""
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
         self.layer = layer
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
+        qwen2 = config.model_type == "qwen2"
+        hidden, o_bias = config.hidden_size, config.attention_bias and not qwen2
+        bias = config.attention_bias or qwen2
         self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=o_bias)
+        self.q_norm = nn.Identity() if qwen2 else RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.Identity() if qwen2 else RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, write: CacheWrite | None) -> Tensor:
         S, T, _ = x.shape

@@ -254,6 +254,11 @@ def finish(
         for key, words in RESULTS.items()
         if key in before
     )
+    nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on
+    four_bits = (
+        ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+        'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+    )
     print(
         f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
@@ -261,8 +266,9 @@ def finish(
         f"samples.jsonl\n"
         f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
         f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-        f'"{config.model}"), "{adapter}")\n'
-        f"  vLLM   vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
+        f'"{config.model}"{four_bits if nf4 else ""}), "{adapter}")\n'
+        f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
+        f"vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
         f"--lora-modules agent={adapter.resolve()}",
         flush=True,
     )

@@ -80,6 +80,8 @@ class SFTConfig:
     """Qwen3 checkpoint: a directory or a Hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base; the adapter and the optimizer are always fp32."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
 
@@ -331,7 +333,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         named = config.environment or "wiki_search"  # that of the default data
         environment, held_out = load_environments(replace(config, environment=named))
         check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer = load_policy(config)
+    model, lora, optimizer, size = load_policy(config)
     if config.max_length > model.config.max_position_embeddings:
         raise ValueError(
             f"--max-length {config.max_length} is more than the model's "
@@ -343,7 +345,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         f"{len(data)} conversations to train on ({config.steps * config.batch_size / len(data):.1f}"
         f" epochs), {len(validation)} to validate on"
     )
-    run = start_run(config, run_name(config), model, lora, optimizer, heading)
+    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     return Trainer(*parts), data, validation
 

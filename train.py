@@ -45,6 +45,7 @@ from environments import load_environment
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
 from model import Qwen3
+from quant import quantize_base
 from rollout import Request, TorchEngine, Trajectory, VLLMEngine, derive_seed, run_groups
 from run import (
     PANELS,
@@ -347,7 +348,7 @@ def set_up(config: Config) -> Trainer:
     tokenizer = load_tokenizer(config.model)
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer = load_policy(config)
+    model, lora, optimizer, size = load_policy(config)
     started_from = Path(config.output) / "reference"  # a resumed run has its own copy
     if config.init_adapter:
         resumed = config.resume and started_from.is_dir()
@@ -359,13 +360,16 @@ def set_up(config: Config) -> Trainer:
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
     )
-    run = start_run(config, run_name(config), model, lora, optimizer, heading)
+    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
     return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
 
 
-def load_policy(config) -> tuple[Qwen3, LoRAConfig, torch.optim.Optimizer]:
-    """The frozen base with a fresh adapter in it, and the optimizer of the adapter."""
+def load_policy(config) -> tuple[Qwen3, LoRAConfig, torch.optim.Optimizer, int]:
+    """The frozen base with a fresh adapter in it, the optimizer of the adapter, the base's size."""
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
+    base_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.quantize == "nf4":
+        quantize_base(model)
     torch.manual_seed(config.seed)
     lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
     inject_lora(model, lora)
@@ -375,7 +379,7 @@ def load_policy(config) -> tuple[Qwen3, LoRAConfig, torch.optim.Optimizer]:
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
         raise RuntimeError("the optimizer's parameters are not those that require gradients")
-    return model, lora, optimizer
+    return model, lora, optimizer, base_parameters
 
 
 def start_from(model, lora: LoRAConfig, directory: Path) -> None:
@@ -396,7 +400,9 @@ def start_from(model, lora: LoRAConfig, directory: Path) -> None:
     add_adapter(model, REFERENCE, found, tensors)
 
 
-def start_run(config, name: str, model, lora: LoRAConfig, optimizer, heading: str) -> Run:
+def start_run(
+    config, name: str, model, lora: LoRAConfig, optimizer, base_parameters: int, heading: str
+) -> Run:
     """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
     run = open_run(config, name)
     reference = run.directory / "reference"
@@ -409,12 +415,13 @@ def start_run(config, name: str, model, lora: LoRAConfig, optimizer, heading: st
         for path in list_published(attempt):
             retire(path)  # left by an attempt that died
     adapter = lora_parameters(model)
-    base = [p for parameter, p in model.named_parameters() if ".lora_" not in parameter]
-    run.base_parameters = sum(p.numel() for p in base)
+    run.base_parameters = base_parameters
     run.adapter_parameters = sum(p.numel() for p in adapter.values())
     print(
         f"{heading}\n"
-        f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
+        f"{config.model}: {run.base_parameters:,} parameters, frozen"
+        f"{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
+        f"{run.adapter_parameters:,} "
         f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(adapter) // 2} adapters of "
         f"rank {config.rank}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",

@@ -161,6 +161,20 @@ MUTATIONS = (
         "a_reader_sees_the_old_version_or_the_new",
     ),
     Mutation(
+        "the two codes of a byte change places",
+        "quant.py",
+        "codes[:, 0] << 4 | codes[:, 1]",
+        "codes[:, 1] << 4 | codes[:, 0]",
+        "test_quant.py::test_every_code_is_the_nearest_and_the_error_has_its_bound",
+    ),
+    Mutation(
+        "autograd keeps every dequantised weight",
+        "quant.py",
+        "return FrozenProduct.apply(x, self)",
+        "return F.linear(x, self.weight, self.bias)",
+        "test_quant.py::test_only_packed_storage_is_kept_and_nothing_is_saved_for_the_backward_pass",
+    ),
+    Mutation(
         "the optimizer holds other parameters than the adapter's",
         "train.py",
         "torch.optim.Adam(parameters.values(),",

@@ -82,6 +82,7 @@ def test_lora_knows_no_model_but_for_its_command_line():
                 "environments",
             },
         ),
+        ("quant.py", OURS),
         ("engine.py", OURS - {"broadcast", "lora", "model"}),
         ("rollout.py", {"grpo", "train", "run", "config"}),
         ("config.py", {"rollout", "engine", "chat", "train", "run", "model", "broadcast"}),

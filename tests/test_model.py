@@ -34,6 +34,9 @@ def reference_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
     def norm(x, weight):
         return x / math.sqrt(float(x @ x) / len(x) + c.rms_norm_eps) * weight
 
+    def head_norm(x, name):  # Qwen2 has none
+        return norm(x, w[name]) if name in w else x
+
     def linear(x, name):
         return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
 
@@ -52,13 +55,13 @@ def reference_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
             q, k, v = (
                 linear(normed, f"{at}.self_attn.{p}_proj").view(-1, c.head_dim) for p in "qkv"
             )
-            q_norm, k_norm = (w[f"{at}.self_attn.{p}_norm.weight"] for p in "qk")
-            keys.append([rotated(norm(head, k_norm), t) for head in k])
+            q_norm, k_norm = (f"{at}.self_attn.{p}_norm.weight" for p in "qk")
+            keys.append([rotated(head_norm(head, k_norm), t) for head in k])
             values.append(v)
             out = []
             for h, head in enumerate(q):
                 kv = h * c.num_key_value_heads // c.num_attention_heads
-                query = rotated(norm(head, q_norm), t) / math.sqrt(c.head_dim)
+                query = rotated(head_norm(head, q_norm), t) / math.sqrt(c.head_dim)
                 weights = torch.stack([key[kv] @ query for key in keys]).softmax(0)
                 out.append(sum(weight * value[kv] for weight, value in zip(weights, values)))  # noqa: B905
             x = x + linear(torch.cat(out), f"{at}.self_attn.o_proj")
@@ -340,6 +343,7 @@ def test_the_dtype_is_the_checkpoints_or_the_callers(checkpoint):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_mrope": True}, "use_mrope True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -354,6 +358,21 @@ def test_a_config_that_is_not_computed_is_refused_by_name(checkpoint, change, na
     with pytest.raises(ValueError, match=named) as error:
         Qwen3.from_pretrained(checkpoint)
     assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("attention_bias", [True, False])
+def test_qwen2_has_a_bias_on_q_k_and_v_alone_and_no_norm_of_heads(attention_bias):
+    """Whatever attention_bias says: the setting is Qwen3's. A sliding window that is off is off."""
+    raw = config_json(tiny_config(model_type="qwen2", attention_bias=attention_bias))
+    raw |= {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 1}
+    del raw["head_dim"]
+    config = Qwen3Config.from_dict(raw)
+    assert config.head_dim == config.hidden_size // config.num_attention_heads
+    names = {name.partition("self_attn.")[2] for name in tiny_model(config).state_dict()} - {""}
+    assert names == {
+        *(f"{p}_proj.weight" for p in "qkvo"),
+        *(f"{p}_proj.bias" for p in "qkv"),
+    }
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers"])

@@ -331,6 +331,18 @@ def test_a_run_made_longer_is_the_long_run(tmp_path, small, straight):
     assert_equal_runs(output, straight.output, 4)
 
 
+def test_a_run_on_a_quantised_base_made_longer_is_the_long_run(tmp_path, small, straight):
+    nf4 = small | {"quantize": "nf4"}
+    long = undisturbed(tmp_path / "long", nf4 | {"steps": 3})
+    output = go(tmp_path / "run", nf4, steps=2)
+    again(output, "--steps", "3")
+    assert_equal_runs(output, long.output, 3)
+    assert rows_of(output)[0] != rows_of(straight.output)[0]  # it is another policy
+    assert "BitsAndBytesConfig(load_in_4bit=True" in long.printed.getvalue()
+    assert "BitsAndBytesConfig" not in straight.printed.getvalue()
+    assert "quantize = 'nf4'" in refusal(["--output", output, "--resume", "--quantize", "none"])
+
+
 @pytest.fixture(scope="module")
 def hard(small):
     """All that could make a resumed run another one: dropout's random state, KL, evaluations."""

@@ -51,6 +51,7 @@ def tiny_configs(draw) -> Qwen3Config:
         rope_theta=draw(st.sampled_from([100.0, 10_000.0, 5_000_000.0])),
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
+        model_type=draw(st.sampled_from(["qwen3", "qwen2"])),
     )
 
 
@@ -106,7 +107,8 @@ def tiny_tokens(config: Qwen3Config, S: int, T: int, seed: int = 0) -> Tensor:
 
 def config_json(config: Qwen3Config, transformers: int = 5, **overrides) -> dict:
     """What transformers 4 or 5 writes into config.json."""
-    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+    architecture = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config.model_type]
+    raw = {"architectures": [architecture], "hidden_act": "silu"}
     raw |= {"attention_dropout": 0.0, "use_sliding_window": False, "sliding_window": None}
     raw |= dataclasses.asdict(config)
     if transformers == 5:
