@@ -23,8 +23,8 @@ a known cause of collapse (arXiv 2510.11370, whose remedy is to replay the sampl
 
 Axes: S sequences, T tokens, k experts of a token, N = S T k pairs, E experts, D hidden.
 
-Left out on purpose: that replay, the load-balancing loss (the router is frozen here), shared experts
-(Qwen3 has none), expert parallelism.
+Left out on purpose: that replay, the load-balancing loss (the router is frozen here), shared
+experts (Qwen3 has none), expert parallelism.
 """
 
 import re
@@ -168,7 +168,7 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             stacked[name] = tensors.pop(name)
     for (before, after), names in experts.items():
         for e in range(max(names) + 1):
-            name = names.setdefault(e, f"{before}.{e}.{after}")
+            name = f"{before}.{e}.{after}"
             if name not in tensors:
                 raise ValueError(f"{name} is missing, and there is one of expert {max(names)}")
             if tensors[name].shape != tensors[names[min(names)]].shape:
@@ -176,6 +176,5 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                     f"{name} has shape {tuple(tensors[name].shape)}, and that of expert "
                     f"{min(names)} {tuple(tensors[names[min(names)]].shape)}"
                 )
-        parts = [tensors.pop(names[e]) for e in range(len(names))]
-        stacked[f"{before}.{after}"] = torch.stack(parts)
+        stacked[f"{before}.{after}"] = torch.stack([tensors.pop(names[e]) for e in sorted(names)])
     return stacked

@@ -21,6 +21,8 @@ from tiny import (
     tiny_config,
     tiny_configs,
     tiny_model,
+    tiny_moe_config,
+    tiny_moe_configs,
     tiny_tokens,
 )
 
@@ -54,6 +56,30 @@ def test_logits_equal_transformers(tmp_path_factory, config, T, seed, version):
     theirs = transformers_model(config, tmp_path_factory.mktemp("model"), seed, version)
     ids = tiny_tokens(config, 2, T, seed)
     close(tiny_model(config, seed)(ids), logits_of(theirs, ids), 1e-4)
+
+
+@given(config=tiny_moe_configs(), T=st.integers(1, 12), seed=seeds, version=st.sampled_from([4, 5]))
+def test_logits_of_a_mixture_equal_transformers(tmp_path_factory, config, T, seed, version):
+    """With one token, most experts get none; with and without renormalised weights."""
+    theirs = transformers_model(config, tmp_path_factory.mktemp("model"), seed, version)
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    ids = tiny_tokens(config, 2, T, seed)
+    close(tiny_model(config, seed)(ids), logits_of(theirs, ids), 1e-4)
+
+
+def test_a_mixture_that_transformers_saved_loads(tmp_path):
+    config = tiny_moe_config(num_hidden_layers=3, mlp_only_layers=(1,))
+    torch.manual_seed(0)
+    their_config = transformers.Qwen3MoeConfig.from_dict(config_json(config))
+    theirs = transformers.Qwen3MoeForCausalLM(their_config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # large enough to show in the logits
+            parameter.mul_(10) if parameter.dim() > 1 else None
+    theirs.save_pretrained(tmp_path)
+    model, ids = Qwen3.from_pretrained(tmp_path), tiny_tokens(config, 2, 9)
+    assert model.config.mlp_only_layers == (1,) and model.config.num_experts == 4
+    expected = logits_of(theirs, ids)
+    close(model(ids), expected, 1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0, 5_000_000.0])
@@ -174,3 +200,34 @@ def test_our_directory_has_pefts_keys_and_settings(tmp_path_factory, config, lor
     expected = peft.get_peft_model_state_dict(theirs)
     found = {f"base_model.model.{name}": t for name, t in read_adapter(directory)[1].items()}
     assert {k: t.shape for k, t in found.items()} == {k: t.shape for k, t in expected.items()}
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8])
+@settings(max_examples=5)
+@given(
+    config=tiny_moe_configs(dense_layers=False),
+    alpha=st.sampled_from([4.0, 32.0]),
+    target_modules=st.sampled_from([("experts",), ("experts", "q_proj", "o_proj"), ("v_proj",)]),
+    seed=seeds,
+)
+def test_adapters_of_experts_load_in_peft(
+    tmp_path_factory, rank, alpha, config, target_modules, seed
+):
+    """PEFT fuses our tensors an expert into its stacked ones: the same logits, adapted and merged.
+
+    Every layer has experts, as in all published Qwen3-MoE models: PEFT takes the names of a dense
+    MLP between them for those of experts.
+    """
+    lora, root = LoRAConfig(rank, alpha, 0.0, target_modules), tmp_path_factory.mktemp("peers")
+    ours, ids = tiny_model(config, seed), tiny_tokens(config, 2, 7, seed)
+    base = ours(ids)
+    inject_lora(ours, lora)
+    randomise_adapter(ours, seed)
+    active = ours(ids)
+    assert (active - base).abs().max() > 1e-3
+    directory = save_adapter(ours, lora, root / "ours")
+    theirs = peft.PeftModel.from_pretrained(transformers_model(config, root / "a", seed), directory)
+    close(logits_of(theirs.eval(), ids), active)
+    merge_lora(ours)
+    close(logits_of(theirs, ids), ours(ids))
+    close(logits_of(theirs.merge_and_unload(), ids), ours(ids))

@@ -68,9 +68,13 @@ def tiny_moe_config(**overrides) -> Qwen3Config:
 
 @st.composite
 def tiny_moe_configs(draw, dense_layers: bool = True) -> Qwen3Config:
-    """Sizes that grouped_mm takes and sizes that it does not; layers with and without experts."""
-    layers = draw(st.integers(1, 3))
-    dense = draw(st.sampled_from([(), (0,), (layers - 1,)])) if dense_layers else ()
+    """Sizes that grouped_mm takes and sizes that it does not; at least one layer with experts, and
+    all of them unless dense_layers."""
+    layers = draw(st.integers(1, 2))
+    # With a step of 2, layer 1 has experts and layer 0 has none.
+    step, dense = 1, ()
+    if dense_layers and layers == 2:
+        step, dense = draw(st.sampled_from([(1, ()), (2, ()), (1, (0,)), (1, (1,)), (2, (0,))]))
     experts = draw(st.integers(2, 5))
     return dataclasses.replace(
         draw(tiny_configs()),
@@ -80,7 +84,7 @@ def tiny_moe_configs(draw, dense_layers: bool = True) -> Qwen3Config:
         num_experts_per_tok=draw(st.integers(1, experts)),
         moe_intermediate_size=draw(st.sampled_from([6, 8])),
         norm_topk_prob=draw(st.booleans()),
-        decoder_sparse_step=draw(st.integers(1, 2)) if dense_layers else 1,
+        decoder_sparse_step=step,
         mlp_only_layers=dense,
     )
 
