@@ -457,6 +457,48 @@ def test_an_expert_that_the_file_lacks_is_named(tmp_path):
         load_adapter(model, directory)
 
 
+@pytest.mark.vllm
+def test_vllm_loads_every_tensor_and_packs_what_we_hold(tmp_path):
+    """vLLM's own reader and packing of a mixture's adapter, without an engine (0.32)."""
+    from vllm.config.lora import LoRAConfig as VLLMConfig
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    config, lora = tiny_moe_config(), LoRAConfig(rank=4, alpha=8.0)
+    model = adapted(config, lora)
+    directory = save_adapter(model, lora, tmp_path / "adapter")
+    assert not Qwen3MoeForCausalLM.is_3d_moe_weight  # it expects a tensor an expert
+    mapping = RoutedExperts.build_expert_params_mapping("gate_proj", "down_proj", "up_proj", 4)
+    experts = [name.rstrip(".") for _, name, _, _ in mapping]
+    helper = PEFTHelper.from_local_dir(str(directory), config.max_position_embeddings)
+    helper.validate_legal(VLLMConfig(max_lora_rank=8))
+    loaded = LoRAModel.from_local_checkpoint(
+        str(directory),
+        {"q_proj", "k_proj", "v_proj", "o_proj", *experts},
+        peft_helper=helper,
+        lora_model_id=1,
+        device="cpu",
+    )
+    parameters = lora_parameters(model)
+    modules = {n.rpartition(".lora_")[0] for n in split_experts(parameters)}
+    assert set(loaded.loras) == modules and len(modules) == 2 * (4 + 3 * 4)
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp"
+        names = [f"{at}.{name}" for name in experts]
+        packed = PackedLoRALayerWeights.pack_moe([loaded.loras[n] for n in names], f"{at}.experts")
+        for i, projection in enumerate(("gate_proj", "down_proj", "up_proj")):
+            assert torch.equal(
+                packed.lora_a[i], parameters[f"{at}.experts.{projection}.lora_A.weight"]
+            )
+            assert torch.equal(
+                packed.lora_b[i], parameters[f"{at}.experts.{projection}.lora_B.weight"]
+            )
+            assert packed.scaling[i] == lora.scaling
+
+
 # --- sampling, counting, the tiny mixture ---------------------------------------------------------
 
 

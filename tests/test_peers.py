@@ -40,7 +40,9 @@ with contextlib.suppress(ImportError):  # the default tier collects this file wi
 def transformers_model(config, directory, seed=0, version=5):
     """Our random weights, written as a checkpoint, as transformers reads it."""
     save_checkpoint(directory, config_json(config, version), tiny_model(config, seed).state_dict())
-    return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    # Their grouped experts stop at sizes that torch's grouped_mm does not take; "eager" loops.
+    options = {"experts_implementation": "eager"} if config.num_experts else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
 @torch.no_grad()
@@ -58,6 +60,7 @@ def test_logits_equal_transformers(tmp_path_factory, config, T, seed, version):
     close(tiny_model(config, seed)(ids), logits_of(theirs, ids), 1e-4)
 
 
+@settings(max_examples=15)
 @given(config=tiny_moe_configs(), T=st.integers(1, 12), seed=seeds, version=st.sampled_from([4, 5]))
 def test_logits_of_a_mixture_equal_transformers(tmp_path_factory, config, T, seed, version):
     """With one token, most experts get none; with and without renormalised weights."""

@@ -146,6 +146,7 @@ def config_json(config: Qwen3Config, transformers: int = 5, **overrides) -> dict
     raw |= dataclasses.asdict(config)
     if config.num_experts:
         raw |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        raw["mlp_only_layers"] = list(config.mlp_only_layers)
     else:
         others = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
         raw = {name: raw[name] for name in raw if name not in (*MIXTURE_FIELDS, *others)}
