@@ -16,9 +16,11 @@ selection that all layers of a model share says which adapter acts on which rows
         [("v17", None)]                         base(x) + update of version 17: the sampler
         [("a", 0:3), ("b", 3:5)]                rows 0-2 with a, rows 3-4 with b, the rest the base
 
-so the trainer, the reference and every sampler version share one set of base tensors.
+so the trainer, the reference and every sampler version share one set of base tensors. A projection
+of experts (experts.py) is E such layers at once, each expert with an A and a B of its own.
 
-Axes: S rows (sequences), R rank. Adapter tensors are fp32 masters, used in the base's dtype.
+Axes: S rows (sequences), R rank, E experts, N (token, expert) pairs. Adapter tensors are fp32
+masters, used in the base's dtype.
 
 Left out on purpose: variants (DoRA, rsLoRA, LoRA+), biases, embeddings and the output head as
 targets, and merging as a side effect of train() or eval(): merging is a call that one sees.
@@ -119,16 +121,12 @@ class LoRALinear(nn.Module):
         if name == TRAINABLE:
             self.merged = None
 
-    @property
-    def answers_merged(self) -> bool:
-        """Whether the merged matrix is what the selection asks for: it holds one adapter alone."""
-        return self.merged is not None and self.selection.segments == [(TRAINABLE, None)]
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.answers_merged:
+        segments = self.selection.segments
+        if self.merged is not None and segments == [(TRAINABLE, None)]:
             return F.linear(x, self.merged, self.base.bias)
         y = self.base(x)
-        for name, rows in self.selection.segments:
+        for name, rows in segments:
             if name not in self.lora_A:
                 continue  # this adapter leaves this layer alone
             if rows is None:
@@ -154,7 +152,7 @@ class LoRAGrouped(LoRALinear):
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         """x (N, in), one row a pair -> (N, out)."""
-        if self.answers_merged:
+        if self.merged is not None and self.selection.segments == [(TRAINABLE, None)]:
             return grouped_linear(x, self.merged, pairs.ends)
         y = self.base(x, pairs)
         for name, rows in self.selection.segments:
@@ -395,8 +393,8 @@ def size_table(model: nn.Module, config: LoRAConfig) -> str:
     total = sum(p.numel() for p in model.parameters())
     rows: dict[tuple[str, tuple[int, ...]], int] = {}
     for name in target_names(model, config.target_modules):
-        parent, short = name.split(".")[-2:]
-        key = f"experts.{short}" if parent == "experts" else short
+        short = name.rpartition(".")[2]
+        key = f"experts.{short}" if target_of(name) == "experts" else short
         shape = tuple(model.get_submodule(name).weight.shape)
         rows[key, shape] = rows.get((key, shape), 0) + 1
     width, last = (20, 12) if any(len(shape) == 3 for _, shape in rows) else (12, 8)

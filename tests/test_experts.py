@@ -238,13 +238,13 @@ def test_a_config_that_is_not_computed_is_refused_by_name(change, named):
 
 def test_stacking_undoes_splitting_and_names_what_it_lacks():
     def single():
-        return split_experts({"x.experts.up.weight": random_tensor(3, 2, 4), "y": torch.ones(2)})
+        return split_experts({"x.experts.up.weight": random_tensor(12, 2, 4), "y": torch.ones(2)})
 
-    assert list(single()) == [f"x.experts.{e}.up.weight" for e in range(3)] + ["y"]
-    tensors = single()
+    assert list(single()) == [f"x.experts.{e}.up.weight" for e in range(12)] + ["y"]
+    tensors = dict(sorted(single().items()))  # as text, "10" comes before "2"
     stacked = stack_experts(tensors)
-    assert not tensors and torch.equal(stacked["x.experts.up.weight"], random_tensor(3, 2, 4))
-    with pytest.raises(ValueError, match="x.experts.1.up.weight is missing, and .* of expert 2"):
+    assert not tensors and torch.equal(stacked["x.experts.up.weight"], random_tensor(12, 2, 4))
+    with pytest.raises(ValueError, match="x.experts.1.up.weight is missing, and .* of expert 11"):
         stack_experts({n: t for n, t in single().items() if ".1." not in n})
     with pytest.raises(ValueError, match=r"x.experts.2.up.weight has shape \(1,\)"):
         stack_experts(single() | {"x.experts.2.up.weight": torch.ones(1)})
@@ -401,6 +401,21 @@ def test_the_router_is_no_target_and_experts_have_no_dropout(recwarn):
     assert len(lora_layers(model)) == 2 * 4
     inject_lora(tiny_model(tiny_moe_config()), LoRAConfig(rank=2))  # the default needs no notice
     assert not recwarn
+
+
+def test_adapters_of_experts_are_fp32_masters_used_in_the_dtype_of_the_base():
+    config = tiny_moe_config(hidden_size=16)  # 8 is a rank that grouped_mm takes in bf16, 2 is none
+    for rank in (2, 8):
+        model, ids = tiny_model(config).bfloat16(), tiny_tokens(config, 2, 5)
+        inject_lora(model, LoRAConfig(rank=rank))
+        randomise_adapter(model)
+        active = model(ids)
+        merge_lora(model)
+        assert model(ids).dtype == active.dtype == torch.bfloat16
+        close(model(ids), active, 0.1)
+        unmerge_lora(model)
+        model.token_logprobs(ids, torch.ones(2, 4))[0].sum().backward()
+        assert all(p.grad.dtype == torch.float32 for p in lora_parameters(model).values())
 
 
 # --- the directory --------------------------------------------------------------------------------
