@@ -34,6 +34,8 @@ from experts import MixtureOfExperts, split_experts, stack_experts
 
 # --- configuration -------------------------------------------------------------------------------
 
+MIXTURE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
 
 @dataclass(frozen=True)
 class Qwen3Config:
@@ -135,9 +137,6 @@ class Qwen3Config:
                 f"{config.num_experts} experts there are"
             )
         return config
-
-
-MIXTURE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 # --- key-value cache -----------------------------------------------------------------------------
