@@ -6,11 +6,13 @@
 
 What makes it Qwen3 (arXiv 2505.09388): K key-value heads shared by groups of H/K query heads, an
 RMSNorm on every single query and key head before the rotary embedding, SwiGLU, and a head_dim that
-need not be hidden_size / H. Qwen2 (arXiv 2407.10671), the architecture of
-DeepSeek-R1-Distill-Qwen, is the same without the norm of the heads and with a bias on q, k and v.
+need not be hidden_size / H. Qwen3-MoE has a router and many small MLPs (experts.py) in the place of
+the one MLP of some or all layers. Qwen2 (arXiv 2407.10671), the architecture of
+DeepSeek-R1-Distill-Qwen, is Qwen3 without the norm of the heads and with a bias on q, k and v.
 
 Parameters carry Hugging Face's names ("model.layers.0.self_attn.q_proj.weight"), so a checkpoint is
-loaded without a mapping table, and every tensor must be there, be used, and have its shape.
+loaded without a mapping table (experts are stacked on the way), and every tensor must be there, be
+used, and have its shape.
 
 Axes: S sequences, T tokens, D hidden, V vocabulary, H query heads, K key-value heads, C channels of
 a head (head_dim), L layers.
@@ -29,7 +31,11 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from experts import MixtureOfExperts, split_experts, stack_experts
+
 # --- configuration -------------------------------------------------------------------------------
+
+MIXTURE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,19 @@ class Qwen3Config:
     attention_bias: bool = False  # of Qwen3's four projections; Qwen2 has no such setting
     torch_dtype: str = "float32"
     model_type: str = "qwen3"
+    # Of model_type "qwen3_moe" alone:
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer`, from 0, has experts instead of one MLP."""
+        if not self.num_experts or layer in self.mlp_only_layers:
+            return False
+        return (layer + 1) % self.decoder_sparse_step == 0
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "Qwen3Config":
@@ -68,11 +87,12 @@ class Qwen3Config:
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "Qwen3Config":
         """As from_pretrained, from the parsed JSON; `where` names the source in errors."""
-        if raw.get("model_type") not in ("qwen3", "qwen2"):
+        if raw.get("model_type") not in ("qwen3", "qwen3_moe", "qwen2"):
             raise ValueError(
-                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3' and 'qwen2' "
-                "are implemented"
+                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3', 'qwen3_moe' "
+                "and 'qwen2' are implemented"
             )
+        mixture = raw["model_type"] == "qwen3_moe"
         # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
         rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -97,17 +117,29 @@ class Qwen3Config:
             "head_dim": raw.get("head_dim") or hidden // heads,
             "torch_dtype": raw.get("dtype") or raw.get("torch_dtype") or cls.torch_dtype,
         }
+        if mixture:  # transformers 5 writes num_local_experts
+            values["num_experts"] = raw.get("num_experts") or raw.get("num_local_experts")
+            values["mlp_only_layers"] = tuple(raw.get("mlp_only_layers") or ())
+        else:
+            values |= dict.fromkeys(MIXTURE_FIELDS)
         for name in cls.__dataclass_fields__:
             values.setdefault(name, raw.get(name))
         values = {name: value for name, value in values.items() if value is not None}
         missing = [
             name
             for name, field in cls.__dataclass_fields__.items()
-            if name not in values and field.default is MISSING
+            if name not in values
+            and (field.default is MISSING or (mixture and name in MIXTURE_FIELDS))
         ]
         if missing:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
-        return cls(**values)
+        config = cls(**values)
+        if config.num_experts_per_tok > config.num_experts:
+            raise ValueError(
+                f"{where}: num_experts_per_tok {config.num_experts_per_tok} is more than the "
+                f"{config.num_experts} experts there are"
+            )
+        return config
 
 
 # --- key-value cache -----------------------------------------------------------------------------
@@ -265,13 +297,23 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def mixture_of_experts(config: Qwen3Config) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+    )
+
+
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each behind its norm and beside a residual path."""
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.mlp = mixture_of_experts(config) if config.has_experts(layer) else MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -402,7 +444,8 @@ class Qwen3(nn.Module):
                     f"{directory}: tie_word_embeddings is set, but lm_head.weight differs from "
                     "model.embed_tokens.weight"
                 )
-        check_tensors(directory, model.state_dict(), tensors)
+        check_tensors(directory, split_experts(model.state_dict()), tensors)
+        tensors = stack_experts(tensors)
         dtype = dtype or getattr(torch, config.torch_dtype)
         tensors = {name: t.to(device=device or "cpu", dtype=dtype) for name, t in tensors.items()}
         model.load_state_dict(tensors, assign=True)

@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "B not zero at the start",
         "lora.py",
-        "B = torch.zeros(rows, config.rank,",
-        "B = torch.ones(rows, config.rank,",
+        "B = torch.zeros(*experts, rows, config.rank,",
+        "B = torch.ones(*experts, rows, config.rank,",
         "test_lora.py::test_a_fresh_adapter_changes_not_a_bit",
     ),
     Mutation(
@@ -67,6 +67,20 @@ MUTATIONS = (
         "y[rows] = y[rows] + self.update(name, x[rows])",
         "y[rows] = y[rows] + self.update(segments[0][0], x[rows])",
         "test_lora.py::test_every_row_gets_the_adapter_of_its_segment_and_the_rest_the_base",
+    ),
+    Mutation(
+        "the adapter of one row's experts acts on those of every row",
+        "lora.py",
+        "pairs.of(rows)",
+        "pairs.of(slice(None))",
+        "test_experts.py::test_every_row_gets_the_experts_of_its_adapter_and_the_rest_the_base",
+    ),
+    Mutation(
+        "an expert's output goes back to another token",
+        "experts.py",
+        "pairs)[order.argsort()]",
+        "pairs)[order]",
+        "test_experts.py::test_the_mixture_is_the_loop_over_tokens_and_experts",
     ),
     Mutation(
         "rotary embedding interleaved instead of half-split",
