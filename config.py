@@ -39,6 +39,9 @@ class Config:
     """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
+    full: bool = False
+    """Train every weight instead of an adapter: the baseline of LoRA. It wants a learning rate about
+    ten times smaller than an adapter's."""
 
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""
@@ -76,7 +79,7 @@ class Config:
     """Tokens of an episode, prompt included."""
 
     lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up."""
+    """Learning rate of Adam, constant after the warm-up; with --full try a tenth of it."""
     warmup: int = 3
     """Steps of linear warm-up."""
     max_grad_norm: float = 1.0
@@ -86,7 +89,7 @@ class Config:
     advantage_scale: Literal["none", "std"] = "none"
     """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
     kl: float = 0.0
-    """Weight of the KL to the reference, which is the base with the adapter off."""
+    """Weight of the KL to the reference: the base with the adapter off (--full: a copy of it)."""
 
     seed: int = 0
     """A seed repeats its run exactly on the same machine."""
@@ -135,6 +138,18 @@ def check_config(config: Config) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.full:
+        for name in ("rank", "alpha", "dropout", "target_modules"):
+            if getattr(config, name) != getattr(Config, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} shapes an adapter, and --full trains none: it "
+                    "trains every weight; leave one of the two out"
+                )
+        if config.dtype != "float32":
+            raise ValueError(
+                f"--full needs --dtype float32: in {config.dtype} an update below 1/256 of a "
+                "weight is rounded away; an adapter trains in fp32 beside a base of either"
+            )
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
 

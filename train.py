@@ -1,6 +1,7 @@
 """The RL run: GRPO on an agent's episodes, training a LoRA adapter and shipping nothing else.
 
     python train.py --rank 8                         the default: a tiny wiki-search agent, minutes
+    python train.py --full --lr 1.5e-4               every weight instead, for comparison (full.py)
     python train.py --config my.toml --steps 50      any field below, from a file and as a flag
     python train.py --output runs/x --resume         go on where a run stopped, bit for bit
 
@@ -21,6 +22,7 @@ Axes: P prompts (groups), G samples per group, S sequences, T tokens.
 """
 
 import asyncio
+import copy
 import errno
 import random
 import signal
@@ -39,6 +41,7 @@ from broadcast import list_published, publish, retire
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, Config, check_config, parse_config
 from environments import load_environment
+from full import check_finite, trainable
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters
 from model import Qwen3
@@ -111,8 +114,13 @@ def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) ->
     return batches
 
 
-def loss_and_backward(model, batches: list[Batch], denominator: int, config: Config) -> dict:
-    """Stage 4 over all micro-batches: gradients are left on the adapter, metrics returned."""
+def loss_and_backward(
+    model, batches: list[Batch], denominator: int, config: Config, frozen: Qwen3 | None = None
+) -> dict:
+    """Stage 4 over all micro-batches: gradients are left on what is trained, metrics returned.
+
+    frozen: the reference policy of full fine-tuning; without it, the model with its adapter off.
+    """
     seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
     loss_sum = clipped = 0.0
     for number, batch in enumerate(batches):
@@ -124,7 +132,8 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
         # Without a KL loss one micro-batch, of middling length, serves as the metric.
         if config.kl > 0 or number == len(batches) // 2:
             with adapter_disabled(model), torch.no_grad():
-                reference, _ = model.token_logprobs(batch.ids, batch.mask, config.temperature)
+                policy = frozen or model
+                reference, _ = policy.token_logprobs(batch.ids, batch.mask, config.temperature)
             seen["policy"].append(logprobs.detach()[batch.mask])
             seen["reference"].append(reference[batch.mask])
         if config.kl > 0:
@@ -148,7 +157,7 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
 
 def optimizer_step(model, optimizer, step: int, config: Config) -> float:
     """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
-    parameters = {n: p for n, p in lora_parameters(model).items() if p.grad is not None}
+    parameters = {n: p for n, p in trainable(model).items() if p.grad is not None}
     for name, parameter in parameters.items():
         if not torch.isfinite(parameter.grad).all():
             raise RuntimeError(
@@ -162,20 +171,23 @@ def optimizer_step(model, optimizer, step: int, config: Config) -> float:
     return norm
 
 
-def self_check(model, trajectories: list[Trajectory], config: Config) -> str:
-    """Before the first step: the new adapter changes nothing, and trainer and sampler agree."""
+def self_check(
+    model, trajectories: list[Trajectory], config: Config, frozen: Qwen3 | None = None
+) -> str:
+    """Before the first step: the model is its reference, and trainer and sampler agree."""
+    new = "frozen copy" if frozen else "new adapter"
     batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
     with torch.no_grad():
         logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
         with adapter_disabled(model):
-            base, _ = model.token_logprobs(batch.ids, batch.mask)
+            base, _ = (frozen or model).token_logprobs(batch.ids, batch.mask)
     if not torch.equal(logprobs, base):
-        raise RuntimeError("the new adapter, whose B is zero, changes the model")
+        raise RuntimeError(f"the {new} changes what the model computes, before any training")
     largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
     if largest > (1e-3 if config.dtype == "float32" else 0.5):
         raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
     return (
-        "self-check: the new adapter changes no bit; trainer and sampler differ by at most "
+        f"self-check: the {new} changes no bit; trainer and sampler differ by at most "
         f"{largest:.0e} a logprob"
     )
 
@@ -192,15 +204,24 @@ class Trainer:
     held_out: Any  # the environment of the held-out questions
     tokenizer: Tokenizer
     model: Qwen3
-    lora: LoRAConfig
+    lora: LoRAConfig | None  # None: full fine-tuning, there is no adapter
     optimizer: torch.optim.Optimizer
     engine: TorchEngine
     run: Run
-    adapter: str = ""  # the version that samples, by the name under which the engine has it
+    frozen: Qwen3 | None = None  # the reference of full fine-tuning
+    adapter: str | None = None  # the version that samples, by the engine's name for it
     published: Path | None = None  # and by its directory
 
     def publish(self) -> None:
-        """Ships version run.step: writes its directory, loads it, retires the version before."""
+        """Ships version run.step: writes its directory, loads it, retires the version before.
+
+        Without an adapter the engine samples the trained weights themselves, and nothing is
+        shipped; keys and values that the weights before computed are forgotten.
+        """
+        if self.lora is None:
+            check_finite(self.model)
+            self.engine.drop_cache()
+            return
         broadcasts = self.run.directory / "broadcasts" / f"attempt_{self.run.attempt}"
         path = publish(self.model, self.lora, broadcasts, self.run.step, self.config.model)
         name = f"{self.run.run_id}-{self.run.attempt}-{self.run.step}"
@@ -288,10 +309,14 @@ def set_up(config: Config) -> Trainer:
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     torch.manual_seed(config.seed)
-    lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
-    names = inject_lora(model, lora)
+    lora = frozen = None
+    if config.full:
+        frozen = copy.deepcopy(model).requires_grad_(False)
+    else:
+        lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
+        names = inject_lora(model, lora)
     # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
-    parameters = lora_parameters(model)
+    parameters = trainable(model)
     optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
@@ -305,17 +330,24 @@ def set_up(config: Config) -> Trainer:
         for path in list_published(attempt):
             retire(path)  # left by an attempt that died
     run.base_parameters = base_parameters
-    run.adapter_parameters = sum(parameter.numel() for parameter in parameters.values())
+    run.adapter_parameters = sum(p.numel() for p in lora_parameters(model).values())
+    if config.full:
+        trained = "all trained; a frozen copy is the reference"
+    else:
+        share = f"{run.adapter_parameters / run.base_parameters:.1%}"
+        trained = (
+            f"frozen; {run.adapter_parameters:,} ({share}) in {len(names)} adapters of rank "
+            f"{config.rank}"
+        )
     print(
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out\n"
-        f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
-        f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(names)} adapters of rank "
-        f"{config.rank}\n"
+        f"{config.model}: {run.base_parameters:,} parameters, {trained}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
         flush=True,
     )
-    return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    return Trainer(*parts, frozen=frozen)
 
 
 async def train(config: Config) -> None:
@@ -328,7 +360,7 @@ async def train(config: Config) -> None:
         trainer.publish()
         if not run.eval_before:
             run.eval_before, episodes = await trainer.evaluate()
-            print(self_check(model, episodes[:16], config))
+            print(self_check(model, episodes[:16], config, trainer.frozen))
             print(f"held out before training: {run.eval_before['reward']:.3f}", flush=True)
         while run.step < config.steps:
             step, eval_reward = run.step + 1, None
@@ -357,7 +389,7 @@ async def train(config: Config) -> None:
             episodes = [episode for group in groups for episode in group]
             sampled = sum(sum(episode.loss_mask) for episode in episodes)
             batches = micro_batches(pairs, config.micro_tokens, config.device)
-            metrics = loss_and_backward(model, batches, sampled, config)
+            metrics = loss_and_backward(model, batches, sampled, config, trainer.frozen)
             # 5 step
             metrics["grad_norm"] = optimizer_step(model, trainer.optimizer, run.step, config)
             clock.append(time.monotonic())
