@@ -40,8 +40,8 @@ class Config:
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
     full: bool = False
-    """Train every weight instead of an adapter: the baseline of LoRA. It wants a learning rate about
-    ten times smaller than an adapter's."""
+    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
+    times smaller than an adapter's."""
 
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""
