@@ -1,6 +1,6 @@
 """Memory of one training step, weights included: LoRA against full fine-tuning.
 
-    .venv/bin/python benchmarks/full.py        (about 8 GB of memory)
+    .venv/bin/python benchmarks/full.py        (6 GB of memory)
 
 The 4-layer slice of Qwen3-0.6B of memory.py, with random weights, on 2 x 256 tokens, loss on the
 last half of each, then a step of Adam; each way in a process of its own. What counts is the peak of

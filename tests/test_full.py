@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import test_train
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train import (
     BASE,
@@ -83,6 +83,7 @@ def test_trainable_is_the_adapter_or_without_one_every_weight():
     assert trainable(model).keys() == lora_parameters(model).keys()
 
 
+@settings(max_examples=12)
 @given(
     tiny_configs(),
     seeds,
@@ -96,13 +97,13 @@ def test_splitting_order_and_padding_change_neither_loss_nor_gradient(
 ):
     """Of every weight: the embedding, its twin the head, norms and biases."""
     model, frozen = tiny_model(config, seed).requires_grad_(True), tiny_model(config, seed + 1)
-    settings = Config(loss=loss, kl=kl, temperature=temperature)
+    run = Config(loss=loss, kl=kl, temperature=temperature)
     pairs = random_pairs(seed, config.vocab_size)
     denominator = sum(sum(trajectory.loss_mask) for trajectory, _ in pairs)
 
     def results(batches):
         model.zero_grad(set_to_none=True)
-        metrics = train.loss_and_backward(model, batches, denominator, settings, frozen)
+        metrics = train.loss_and_backward(model, batches, denominator, run, frozen)
         if kl == 0:
             del metrics["reference_kl"]  # of one micro-batch alone
         gradients = {name: p.grad for name, p in trainable(model).items()}
@@ -199,6 +200,7 @@ def test_the_model_that_a_run_leaves_is_the_trained_one(straight, tmp_path, fiel
     assert summaries[1]["outcomes_before"] == summaries[0]["outcomes_after"]
 
 
+@settings(max_examples=12)
 @given(config=tiny_configs(), seed=seeds, version=st.sampled_from([4, 5]))
 def test_a_saved_model_comes_back_bit_for_bit_whatever_dtype_its_source_had(
     tmp_path_factory, config, seed, version
