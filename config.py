@@ -42,6 +42,9 @@ class Config:
     """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
+    full: bool = False
+    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
+    times smaller than an adapter's."""
 
     init_adapter: str = ""
     """Adapter directory to start from (of sft.py or another run), whose frozen copy is then the
@@ -85,7 +88,7 @@ class Config:
     """Tokens of an episode, prompt included."""
 
     lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up."""
+    """Learning rate of Adam, constant after the warm-up; with --full try a tenth of it."""
     warmup: int = 3
     """Steps of linear warm-up."""
     max_grad_norm: float = 1.0
@@ -95,7 +98,8 @@ class Config:
     advantage_scale: Literal["none", "std"] = "none"
     """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
     kl: float = 0.0
-    """Weight of the KL to the reference: the base with the adapter off, or --init-adapter."""
+    """Weight of the KL to the reference: the base with the adapter off (--full: a copy of it), or
+    --init-adapter."""
 
     seed: int = 0
     """A seed repeats its run exactly on the same machine."""
@@ -151,14 +155,40 @@ def check_config(config) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.full:
+        check_full(config)
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
     if isinstance(config, Config):
         check_modes(config)
 
 
+def check_full(config) -> None:
+    """ValueError for what means nothing, or fails, where every weight is trained."""
+    for name in ("rank", "alpha", "dropout", "target_modules"):
+        if getattr(config, name) != getattr(type(config), name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} shapes an adapter, and --full trains none: it trains "
+                "every weight; leave one of the two out"
+            )
+    if config.dtype != "float32":
+        raise ValueError(
+            f"--full needs --dtype float32: in {config.dtype} an update below 1/256 of a weight is "
+            "rounded away; an adapter trains in fp32 beside a base of either"
+        )
+    if config.quantize != "none":
+        raise ValueError("--full trains every weight, and --quantize nf4 freezes them in 4 bits")
+
+
 def check_modes(config: Config) -> None:
     """ValueError for what does not go together, with the reason."""
+    if config.full and config.init_adapter:
+        raise ValueError("--full trains no adapter; merge --init-adapter into a --model first")
+    if config.full and config.engine == "vllm":
+        raise ValueError(
+            "--full ships no adapter, and vLLM would sample from the untrained base; use --engine "
+            "torch"
+        )
     if config.engine == "vllm" and config.quantize != "none":
         raise ValueError(
             "--quantize nf4 trains on 4-bit weights, and vLLM would sample from others: two "

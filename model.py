@@ -18,7 +18,7 @@ Axes: S sequences, T tokens, D hidden, V vocabulary, H query heads, K key-value 
 a head (head_dim), L layers.
 
 Left out on purpose: LoRA (lora.py puts it in from outside), rope scaling and sliding windows (a
-checkpoint that asks for one is refused by name), attention dropout, training of the output head.
+checkpoint that asks for one is refused by name), attention dropout.
 """
 
 import json
@@ -381,8 +381,6 @@ class Qwen3(nn.Module):
             raise ValueError(
                 f"mask {tuple(mask.shape)} must be (S, T-1) of input_ids {tuple(input_ids.shape)}"
             )
-        if torch.is_grad_enabled() and self.head_weight.requires_grad:
-            raise ValueError("token_logprobs needs a frozen output head (requires_grad_(False))")
         mask = mask.bool()
         positions = torch.arange(input_ids.shape[1] - 1, device=input_ids.device)
         hidden = self.model(input_ids[:, :-1], positions)[mask]  # (wanted, D)
@@ -453,13 +451,19 @@ class Qwen3(nn.Module):
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """log softmax(W h / temperature)[target], its entropy, and its gradient in one pass.
+    """log softmax(W h / temperature)[target], its entropy, and its gradient, without all logits.
 
         d logprob / d h = (W[target] - softmax(W h / temperature) W) / temperature
 
-    The gradient does not depend on what comes from above (the head is frozen), so the forward pass
-    computes it chunk by chunk and keeps (N, D) numbers; logits for all tokens (V = 151,936 in
-    Qwen3: 1.2 GB for 2,048 tokens in fp32) never exist, and the backward pass is one product.
+    This gradient does not depend on what comes from above, so the forward pass computes it chunk by
+    chunk and keeps (N, D) numbers; logits for all tokens (V = 151,936 in Qwen3: 1.2 GB for 2,048
+    tokens in fp32) never exist. With a frozen head the backward pass is one product. A head that is
+    trained (full fine-tuning) has a gradient of its own, a sum over tokens in which each one counts
+    by what comes from above,
+
+        d loss / d W = sum_n  upstream_n (onehot(target_n) - softmax_n) h_n / temperature
+
+    so its backward pass makes the logits again, a chunk at a time.
     """
 
     CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32 logits at a time
@@ -471,10 +475,11 @@ class HeadLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         gradient = torch.empty_like(hidden) if needs_gradient else None
+        normalizers = torch.empty_like(logprobs)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight).float().div_(temperature)  # (chunk, V)
-            normalizer = logits.logsumexp(-1)
+            normalizers[part] = normalizer = logits.logsumexp(-1)
             target_logits = logits.gather(1, targets[part, None]).squeeze(1)
             logprobs[part] = target_logits - normalizer
             probabilities = logits.sub(normalizer[:, None]).exp_()
@@ -483,14 +488,30 @@ class HeadLogprobs(torch.autograd.Function):
             if needs_gradient:
                 expected = probabilities.to(weight.dtype) @ weight
                 gradient[part] = (weight[targets[part]] - expected) / temperature
-        ctx.save_for_backward(gradient)
+        trained = (hidden, weight, targets, normalizers) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(gradient, *trained)
+        ctx.temperature, ctx.rows = temperature, rows
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):
-        (gradient,) = ctx.saved_tensors
-        return upstream[:, None].to(gradient.dtype) * gradient, None, None, None
+        gradient, *trained = ctx.saved_tensors
+        if gradient is not None:
+            gradient = upstream[:, None].to(gradient.dtype) * gradient
+        if not trained:
+            return gradient, None, None, None
+        hidden, weight, targets, normalizers = trained
+        upstream = upstream / ctx.temperature
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits = F.linear(hidden[part], weight).float().div_(ctx.temperature)
+            # From here on, in place: d loss / d logits * temperature, (chunk, V).
+            logits.sub_(normalizers[part, None]).exp_().mul_(-upstream[part, None])
+            logits.scatter_add_(1, targets[part, None], upstream[part, None])
+            weight_gradient.addmm_(logits.T, hidden[part].float())
+        return gradient, weight_gradient.to(weight.dtype), None, None
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -8,6 +8,9 @@
       adapter/         the PEFT directory to deploy      summary.json, reward.png    what came out
       reference/       the frozen copy of the adapter that it started from, if from one
 
+With --full there are no broadcasts, a checkpoint holds all weights, and in adapter's place stands
+model/, a Hugging Face checkpoint.
+
 A directory belongs to one run. What is written at an end or at a checkpoint appears whole or not at
 all; a resumed run cuts metrics and samples back to its checkpoint and repeats what came after.
 
@@ -32,7 +35,8 @@ import torch
 
 from broadcast import load_adapter, save_adapter
 from config import RESUMABLE, VLLM_RANKS, to_toml
-from lora import LoRAConfig
+from full import load_weights, save_model, save_weights
+from lora import LoRAConfig, lora_parameters
 
 # --- the directory --------------------------------------------------------------------------------
 
@@ -130,8 +134,9 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2) -> None:
-    """checkpoints/step_000010, whole or not at all; the last `keep` stay."""
+def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: int = 2) -> None:
+    """checkpoints/step_000010, whole or not at all; the last `keep` stay. lora None: no adapter,
+    every weight."""
     final = run.directory / "checkpoints" / f"step_{run.step:06d}"
     if final.exists():
         return  # a step has one outcome
@@ -143,7 +148,10 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2)
     try:
         with naming(final):
             beside.mkdir(parents=True)
-            save_adapter(model, lora, beside / "adapter")
+            if lora:
+                save_adapter(model, lora, beside / "adapter")
+            else:
+                save_weights(model, beside / "model")
             with (beside / "state.pt").open("wb") as file:
                 file.write(data.getbuffer())
                 file.flush()
@@ -161,7 +169,10 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
     if not checkpoints:
         return run
     try:
-        load_adapter(model, checkpoints[-1] / "adapter")
+        if lora_parameters(model):
+            load_adapter(model, checkpoints[-1] / "adapter")
+        else:
+            load_weights(model, checkpoints[-1] / "model")
         state = torch.load(checkpoints[-1] / "state.pt", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
     except Exception as error:  # torch.load raises whatever its bytes bring about
@@ -185,7 +196,8 @@ RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before 
 
 
 def run_name(config) -> str:
-    return f"{config.environment}-rank{config.rank}-seed{config.seed}"
+    kind = "full" if config.full else f"rank{config.rank}"
+    return f"{config.environment}-{kind}-seed{config.seed}"
 
 
 def step_line(row: dict, run: Run, config) -> str:
@@ -218,15 +230,27 @@ def sample_row(run: Run, episode, advantage: float) -> dict:
 
 
 def finish(
-    run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float, panels: dict[str, str]
+    run: Run,
+    model,
+    lora: LoRAConfig | None,
+    optimizer,
+    config,
+    seconds: float,
+    panels: dict[str, str],
 ) -> None:
-    """Checkpoint, adapter, summary, picture, and the commands that load the adapter."""
+    """Checkpoint, adapter or model, summary, picture, and the commands that load what was made."""
     save_checkpoint(run, model, lora, optimizer)
-    adapter, beside = run.directory / "adapter", run.directory / ".adapter.tmp"
+    trained = run.directory / ("adapter" if lora else "model")
+    beside = run.directory / f".{trained.name}.tmp"
     shutil.rmtree(beside, ignore_errors=True)
-    save_adapter(model, lora, beside, config.model)
-    shutil.rmtree(adapter, ignore_errors=True)
-    beside.rename(adapter)
+    if lora:
+        save_adapter(model, lora, beside, config.model)
+    else:
+        with naming(trained):
+            save_model(model, beside, config.model)
+    shutil.rmtree(trained, ignore_errors=True)
+    beside.rename(trained)
+    trained_bytes = (trained / f"{'adapter_' if lora else ''}model.safetensors").stat().st_size
     before, after = run.eval_before, run.eval_after
     results = {"before": before, "after": after}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
@@ -240,38 +264,50 @@ def finish(
         "steps": run.step,
         "adapter_parameters": run.adapter_parameters,
         "base_parameters": run.base_parameters,
-        "adapter_bytes": (adapter / "adapter_model.safetensors").stat().st_size,
+        "adapter_bytes": trained_bytes if lora else 0,
         "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),
     }
+    if not lora:
+        summary["model_bytes"] = trained_bytes
     write_json(run.directory / "summary.json", summary)
     plot(run, run.directory.name, panels)
     if not after:
         print(f"\nstopped after step {run.step}; go on: --output {run.directory} --resume")
         return
-    max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
     changes = ", ".join(
         f"{words} {before[key]:.3f} -> {after[key]:.3f}"
         for key, words in RESULTS.items()
         if key in before
     )
-    nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on
-    four_bits = (
-        ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
-        'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
-    )
     print(
         f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
         f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, "
-        f"samples.jsonl\n"
-        f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
-        f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-        f'"{config.model}"{four_bits if nf4 else ""}), "{adapter}")\n'
-        f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
-        f"vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
-        f"--lora-modules agent={adapter.resolve()}",
-        flush=True,
+        f"samples.jsonl"
     )
+    if lora:
+        max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+        nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on
+        four_bits = (
+            ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+            'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+        )
+        print(
+            f"the adapter is a PEFT directory of {trained_bytes / 1e6:.2f} MB:\n"
+            f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
+            f'"{config.model}"{four_bits if nf4 else ""}), "{trained}")\n'
+            f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
+            f"vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
+            f"--lora-modules agent={trained.resolve()}",
+            flush=True,
+        )
+    else:
+        print(
+            f"the model is a Hugging Face checkpoint of {trained_bytes / 1e6:.2f} MB:\n"
+            f'  transformers   AutoModelForCausalLM.from_pretrained("{trained}")\n'
+            f"  vLLM           vllm serve {trained}",
+            flush=True,
+        )
 
 
 def picture(panels: dict[str, str]) -> str:

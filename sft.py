@@ -75,6 +75,9 @@ class SFTConfig:
     """Dropout on the adapter's input, in training alone."""
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
+    full: bool = False
+    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
+    times smaller than an adapter's."""
 
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""

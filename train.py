@@ -1,6 +1,7 @@
 """The RL run: GRPO on an agent's episodes, training a LoRA adapter and shipping nothing else.
 
     python train.py --rank 8                         the default: a tiny wiki-search agent, minutes
+    python train.py --full --lr 1.5e-4               every weight instead, for comparison (full.py)
     python train.py --config my.toml --steps 50      any field below, from a file and as a flag
     python train.py --init-adapter runs/x/adapter    go on from an adapter, such as one of sft.py
     python train.py --output runs/x --resume         go on where a run stopped, bit for bit
@@ -22,14 +23,15 @@ Axes: P prompts (groups), G samples per group, S sequences, T tokens.
 """
 
 import asyncio
+import copy
 import errno
 import random
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from broadcast import list_published, load_adapter, publish, read_adapter, retir
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, VLLM_RANKS, Config, check_config, parse_config
 from environments import load_environment
+from full import check_finite, trainable
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
 from model import Qwen3
@@ -121,14 +124,22 @@ def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) ->
     return batches
 
 
-def reference_policy(model):
-    """Context manager: inside, the frozen adapter that the run started from, else the base."""
+@contextmanager
+def reference_policy(model: Qwen3, frozen: Qwen3 | None = None) -> Iterator[Qwen3]:
+    """Inside, what it yields computes as the reference: the frozen copy of full fine-tuning; else
+    the model with the adapter off, or as the adapter that the run started from had it."""
+    if frozen is not None:
+        yield frozen
+        return
     started_from_one = REFERENCE in model.lora_selection.names
-    return use_adapters(model, [(REFERENCE, None)] if started_from_one else [])
+    with use_adapters(model, [(REFERENCE, None)] if started_from_one else []):
+        yield model
 
 
-def loss_and_backward(model, batches: list[Batch], denominator: int, config: Config) -> dict:
-    """Stage 4 over all micro-batches: gradients are left on the adapter, metrics returned."""
+def loss_and_backward(
+    model, batches: list[Batch], denominator: int, config: Config, frozen: Qwen3 | None = None
+) -> dict:
+    """Stage 4 over all micro-batches: gradients are left on what is trained, metrics returned."""
     seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
     loss_sum = clipped = 0.0
     for number, batch in enumerate(batches):
@@ -139,8 +150,8 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
         clipped += counts["clipped_low"] + counts["clipped_high"]
         # Without a KL loss one micro-batch, of middling length, serves as the metric.
         if config.kl > 0 or number == len(batches) // 2:
-            with reference_policy(model), torch.no_grad():
-                reference, _ = model.token_logprobs(batch.ids, batch.mask, config.temperature)
+            with reference_policy(model, frozen) as policy, torch.no_grad():
+                reference, _ = policy.token_logprobs(batch.ids, batch.mask, config.temperature)
             seen["policy"].append(logprobs.detach()[batch.mask])
             seen["reference"].append(reference[batch.mask])
         if config.kl > 0:
@@ -166,7 +177,7 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
 
 def optimizer_step(model, optimizer, step: int, config: Config) -> float:
     """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
-    parameters = {n: p for n, p in lora_parameters(model).items() if p.grad is not None}
+    parameters = {n: p for n, p in trainable(model).items() if p.grad is not None}
     for name, parameter in parameters.items():
         if not torch.isfinite(parameter.grad).all():
             raise RuntimeError(
@@ -180,16 +191,20 @@ def optimizer_step(model, optimizer, step: int, config: Config) -> float:
     return norm
 
 
-def self_check(model, trajectories: list[Trajectory], config: Config) -> str:
+def self_check(
+    model, trajectories: list[Trajectory], config: Config, frozen: Qwen3 | None = None
+) -> str:
     """Before the first step: the policy is its reference, and trainer and sampler agree."""
     batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
     model.eval()  # no dropout, as in the reference and in the sampler
     with torch.no_grad():
         logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
-        with reference_policy(model):
-            reference, _ = model.token_logprobs(batch.ids, batch.mask)
+        with reference_policy(model, frozen) as policy:
+            reference, _ = policy.token_logprobs(batch.ids, batch.mask)
     model.train()
-    start = "adapter is its frozen copy" if config.init_adapter else "new adapter changes no bit"
+    start = "new adapter changes no bit"
+    if config.full or config.init_adapter:
+        start = f"{'model' if config.full else 'adapter'} is its frozen copy"
     if not torch.equal(logprobs, reference):
         raise RuntimeError(f"self-check, the {start}: not so, policy and reference differ")
     largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
@@ -214,16 +229,25 @@ class Trainer:
     held_out: Any  # the environment of the held-out questions
     tokenizer: Tokenizer
     model: Qwen3
-    lora: LoRAConfig
+    lora: LoRAConfig | None  # None: full fine-tuning, there is no adapter
     optimizer: torch.optim.Optimizer
     engine: TorchEngine | VLLMEngine | None  # None: vLLM, not yet started
     run: Run
-    adapter: str = ""  # the version that samples, by the name under which the engine has it
+    frozen: Qwen3 | None = None  # the reference of full fine-tuning
+    adapter: str | None = None  # the version that samples, by the engine's name for it
     published: Path | None = None  # and by its directory
     probed: list[tuple] = field(default_factory=list)  # what each server sampled, and our logprobs
 
     def publish(self) -> None:
-        """Ships version run.step: writes its directory, loads it, retires the version before."""
+        """Ships version run.step: writes its directory, loads it, retires the version before.
+
+        Without an adapter the engine samples the trained weights themselves, and nothing is
+        shipped; keys and values that the weights before computed are forgotten.
+        """
+        if self.lora is None:
+            check_finite(self.model)
+            self.engine.drop_cache()
+            return
         broadcasts = self.run.directory / "broadcasts" / f"attempt_{self.run.attempt}"
         path = publish(self.model, self.lora, broadcasts, self.run.step, self.config.model)
         name = f"{self.run.run_id}-{self.run.attempt}-{self.run.step}"
@@ -360,21 +384,26 @@ def set_up(config: Config) -> Trainer:
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
     )
+    frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
     run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
-    return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    return Trainer(*parts, frozen=frozen)
 
 
-def load_policy(config) -> tuple[Qwen3, LoRAConfig, torch.optim.Optimizer, int]:
-    """The frozen base with a fresh adapter in it, the optimizer of the adapter, the base's size."""
+def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
+    """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
+    trained, the base's size."""
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
     if config.quantize == "nf4":
         quantize_base(model)
     torch.manual_seed(config.seed)
-    lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
-    inject_lora(model, lora)
+    lora = None
+    if not config.full:
+        lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
+        inject_lora(model, lora)
     # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
-    parameters = lora_parameters(model)
+    parameters = trainable(model)
     optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
@@ -401,12 +430,12 @@ def start_from(model, lora: LoRAConfig, directory: Path) -> None:
 
 
 def start_run(
-    config, name: str, model, lora: LoRAConfig, optimizer, base_parameters: int, heading: str
+    config, name: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
 ) -> Run:
     """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
     run = open_run(config, name)
     reference = run.directory / "reference"
-    if REFERENCE in model.lora_selection.names and not reference.is_dir():
+    if getattr(config, "init_adapter", "") and not reference.is_dir():
         save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
     run = load_checkpoint(run, model, optimizer)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -417,13 +446,16 @@ def start_run(
     adapter = lora_parameters(model)
     run.base_parameters = base_parameters
     run.adapter_parameters = sum(p.numel() for p in adapter.values())
+    trained = "all trained"
+    if not config.full:
+        trained = (
+            f"frozen{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
+            f"{run.adapter_parameters:,} ({run.adapter_parameters / base_parameters:.1%}) in "
+            f"{len(adapter) // 2} adapters of rank {config.rank}"
+        )
     print(
         f"{heading}\n"
-        f"{config.model}: {run.base_parameters:,} parameters, frozen"
-        f"{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
-        f"{run.adapter_parameters:,} "
-        f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(adapter) // 2} adapters of "
-        f"rank {config.rank}\n"
+        f"{config.model}: {base_parameters:,} parameters, {trained}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
         flush=True,
     )
@@ -475,7 +507,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
         await trainer.probe()
         if not run.eval_before:
             run.eval_before, episodes = await trainer.evaluate()
-            print(self_check(model, episodes[:16], config))
+            print(self_check(model, episodes[:16], config, trainer.frozen))
             print(f"held out before training: {run.eval_before['reward']:.3f}", flush=True)
         while run.step < config.steps:
             step, eval_reward = run.step + 1, None
@@ -504,7 +536,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             episodes = [episode for group in groups for episode in group]
             sampled = sum(sum(episode.loss_mask) for episode in episodes)
             batches = micro_batches(pairs, config.micro_tokens, config.device)
-            metrics = loss_and_backward(model, batches, sampled, config)
+            metrics = loss_and_backward(model, batches, sampled, config, trainer.frozen)
             # 5 step
             metrics["grad_norm"] = optimizer_step(model, trainer.optimizer, run.step, config)
             clock.append(time.monotonic())

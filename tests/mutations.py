@@ -196,6 +196,27 @@ MUTATIONS = (
         "test_train.py::test_the_optimizer_holds_the_adapter_and_the_adapter_alone",
     ),
     Mutation(
+        "temperature missing in the gradient of a trained head",
+        "model.py",
+        "upstream = upstream / ctx.temperature",
+        "upstream = upstream / 1.0",
+        "test_model.py::test_token_logprobs_equal_the_naive_log_softmax",
+    ),
+    Mutation(
+        "full fine-tuning samples from keys and values of the weights before",
+        "train.py",
+        "            self.engine.drop_cache()\n            return",
+        "            return",
+        "test_full.py::test_keys_and_values_of_the_weights_before_serve_nobody",
+    ),
+    Mutation(
+        "the reference of full fine-tuning is trained along",
+        "train.py",
+        "frozen = copy.deepcopy(model).requires_grad_(False)",
+        "frozen = model",
+        "test_full.py::test_every_weight_moves_and_the_reference_does_not",
+    ),
+    Mutation(
         "a resumed run forgets the optimizer's moments",
         "run.py",
         '        optimizer.load_state_dict(state["optimizer"])\n',

@@ -5,6 +5,7 @@ Run in an environment that has both: .venv-peers/bin/python -m pytest -m peers
 
 import contextlib
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from tiny import (
 )
 
 from broadcast import load_adapter, read_adapter, save_adapter
+from config import ASSETS
+from full import save_model
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, merge_lora, use_adapters
 from model import KVCache, Qwen3, rotary_angles
 
@@ -122,6 +125,34 @@ def test_a_model_that_transformers_saved_loads(tmp_path, tied, max_shard_size):
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "4KB")
     model, ids = Qwen3.from_pretrained(tmp_path), tiny_tokens(tiny_config(), 2, 9)
     close(model(ids), logits_of(theirs, ids), 1e-4)
+
+
+@given(config=tiny_configs(), seed=seeds, version=st.sampled_from([4, 5]))
+def test_a_model_that_full_fine_tuning_saved_loads_in_transformers(
+    tmp_path_factory, config, seed, version
+):
+    """Every bit of every tensor, the dtype of the weights and not of the source, the tokenizer."""
+    root, ours = tmp_path_factory.mktemp("full"), tiny_model(config, seed)
+    half = {name: tensor.bfloat16() for name, tensor in tiny_model(config).state_dict().items()}
+    raw = config_json(config, version) | {"dtype" if version == 5 else "torch_dtype": "bfloat16"}
+    save_checkpoint(root / "source", raw, half)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "tiny-qwen3" / name, root / "source")
+    save_model(ours, root / "model", str(root / "source"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(root / "model").eval()
+    assert theirs.dtype == torch.float32
+    arrived = theirs.state_dict()
+    assert all(torch.equal(arrived[name], t) for name, t in ours.state_dict().items())
+    assert arrived.keys() - ours.state_dict().keys() <= {"lm_head.weight"}  # tied: the embedding
+    ids = tiny_tokens(config, 2, 9, seed)
+    close(ours(ids), logits_of(theirs, ids), 1e-4)
+    tokenizers = [
+        transformers.AutoTokenizer.from_pretrained(d)
+        for d in (root / "model", ASSETS / "tiny-qwen3")
+    ]
+    messages = [{"role": "user", "content": "Who founded Norda?"}]
+    rendered = [t.apply_chat_template(messages, add_generation_prompt=True) for t in tokenizers]
+    assert rendered[0] == rendered[1]
 
 
 # --- the adapter ----------------------------------------------------------------------------------
