@@ -213,19 +213,32 @@ def step_line(row: dict, run: Run, config) -> str:
     )
 
 
-def sample_row(run: Run, episode, advantage: float) -> dict:
-    """One trajectory for samples.jsonl: as text for people, as tokens for tools."""
+def shows_group(step: int) -> bool:
+    """Whether samples.jsonl gets a whole group of the step: by its number alone, so that a run
+    resumed or made longer writes the same file."""
+    return step == 1 or step % 4 == 0
+
+
+def sample_row(run: Run, episode, advantage: float, outcome: str) -> dict:
+    """One trajectory for samples.jsonl: as text for people, as tokens for tools.
+
+    log_ratios: trainer minus sampler logprob of each token; empty if it was not trained on.
+    """
+    pairs = zip(episode.trainer_logprobs, episode.logprobs, strict=bool(episode.trainer_logprobs))
     return {
         "step": run.step,
+        "version": episode.version,
         "question": episode.task.question,
         "answer": episode.task.answer,
         "reward": episode.reward,
         "advantage": advantage,
+        "outcome": outcome,
         "finish_reason": episode.finish_reason,
         "messages": episode.messages,
         "token_ids": episode.token_ids,
         "loss_mask": episode.loss_mask,
         "logprobs": [round(logprob, 4) for logprob in episode.logprobs],
+        "log_ratios": [round(trainer - sampler, 6) for trainer, sampler in pairs],
     }
 
 
@@ -282,8 +295,8 @@ def finish(
     print(
         f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
-        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, "
-        f"samples.jsonl"
+        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, and\n"
+        f"  its episodes    python tools/viewer.py {run.directory}"
     )
     if lora:
         max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
@@ -293,6 +306,7 @@ def finish(
             'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
         )
         print(
+            f"  ask it          python tools/viewer.py --chat {trained}\n"
             f"the adapter is a PEFT directory of {trained_bytes / 1e6:.2f} MB:\n"
             f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
             f'"{config.model}"{four_bits if nf4 else ""}), "{trained}")\n'

@@ -304,7 +304,7 @@ def validation_samples(model, demonstrations: list[Trajectory], run: Run, device
         (batch,) = micro_batches([(demonstration, 1.0)], sys.maxsize, device)
         logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
         demonstration.logprobs = [0.0, *logprobs[0].tolist()]
-        rows.append(sample_row(run, demonstration, 1.0) | {"reward": None})
+        rows.append(sample_row(run, demonstration, 1.0, "demonstration") | {"reward": None})
     model.train()
     return rows
 

@@ -61,6 +61,7 @@ from run import (
     run_name,
     sample_row,
     save_checkpoint,
+    shows_group,
     step_line,
 )
 
@@ -101,6 +102,7 @@ class Batch:
     mask: Tensor  # (S, T-1) whether token t + 1 was sampled
     sampler_logprobs: Tensor  # (S, T-1)
     advantages: Tensor  # (S,)
+    trajectories: list[Trajectory]  # S of them
 
 
 def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
@@ -120,7 +122,8 @@ def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) ->
             sampler_logprobs[row, :n] = torch.tensor(trajectory.logprobs)
         advantages = torch.tensor([advantage for _, advantage in chosen], dtype=torch.float32)
         tensors = (ids, mask[:, 1:], sampler_logprobs[:, 1:], advantages)
-        batches.append(Batch(*(tensor.to(device) for tensor in tensors)))
+        trajectories = [trajectory for trajectory, _ in chosen]
+        batches.append(Batch(*(tensor.to(device) for tensor in tensors), trajectories))
     return batches
 
 
@@ -139,7 +142,8 @@ def reference_policy(model: Qwen3, frozen: Qwen3 | None = None) -> Iterator[Qwen
 def loss_and_backward(
     model, batches: list[Batch], denominator: int, config: Config, frozen: Qwen3 | None = None
 ) -> dict:
-    """Stage 4 over all micro-batches: gradients are left on what is trained, metrics returned."""
+    """Stage 4 over all micro-batches: gradients are left on what is trained, the trainer's logprobs
+    on the trajectories; returns metrics."""
     seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
     loss_sum = clipped = 0.0
     for number, batch in enumerate(batches):
@@ -159,6 +163,8 @@ def loss_and_backward(
             loss = loss + config.kl * kl_loss(*arguments)
         loss.backward()
         loss_sum += loss.item()
+        for trajectory, row in zip(batch.trajectories, logprobs.tolist(), strict=True):
+            trajectory.trainer_logprobs = [0.0, *row][: len(trajectory.token_ids)]
         seen["trainer"].append(logprobs.detach()[batch.mask])
         seen["sampler"].append(batch.sampler_logprobs[batch.mask])
         seen["entropy"].append(entropy[batch.mask])
@@ -211,6 +217,13 @@ def self_check(
     if largest > MISMATCH_BOUND[config.dtype]:
         raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
     return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
+
+
+def outcome_of(environment, episode: Trajectory) -> str:
+    """What became of an episode, in words."""
+    if episode.finish_reason != "answered":
+        return f"no answer: {episode.finish_reason}"
+    return environment.outcome(episode.task, episode.messages)
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -324,12 +337,7 @@ class Trainer:
         tasks = self.held_out.eval[: self.config.eval_size]
         groups = await self.play(self.held_out, tasks, 1, 0.0, "evaluating")
         episodes = [group[0] for group in groups]
-        outcomes = Counter(
-            self.held_out.outcome(episode.task, episode.messages)
-            if episode.finish_reason == "answered"
-            else f"no answer: {episode.finish_reason}"
-            for episode in episodes
-        )
+        outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
         reward = sum(episode.reward for episode in episodes) / len(episodes)
         return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
 
@@ -562,8 +570,11 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             }
             run.seconds += row["seconds"]
             append_row(run.directory / "metrics.jsonl", row)
-            for episode, advantage in pairs[:2]:
-                append_row(run.directory / "samples.jsonl", sample_row(run, episode, advantage))
+            # Two episodes to read, at times their whole group; a step that trained on none, too.
+            read = pairs or [(episode, 0.0) for episode in groups[0]]
+            for episode, advantage in read[: config.group_size if shows_group(step) else 2]:
+                sample = sample_row(run, episode, advantage, outcome_of(environment, episode))
+                append_row(run.directory / "samples.jsonl", sample)
             whole = True
             print(step_line(row, run, config), flush=True)
             if row["mismatch_max"] > MISMATCH_BOUND[config.dtype]:

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for path in ROOT.glob("*.py")) + sorted((ROOT / "environments").glob("*.py"))
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
 ENVIRONMENTS = sorted((ROOT / "environments").glob("*.py"))
 OURS = {path.stem for path in FILES} - {"__init__"} | {"environments"}
 BESIDE = {"tools", "experiments", "benchmarks", "tests", "tiny", "assets", "configs", "wiki"}
@@ -133,7 +134,7 @@ def test_only_the_run_knows_the_run():
 def test_every_package_that_is_imported_is_required():
     required = (ROOT / "requirements.txt").read_text().lower()
     brought_along = {"huggingface_hub", "tqdm", "pyarrow", "matplotlib"}
-    for path in FILES:
+    for path in FILES + TOOLS:
         for name in installed(imports(parsed(path.relative_to(ROOT))) - BESIDE) - brought_along:
             assert re.search(rf"^{name}\b", required, re.MULTILINE), f"{path.name}: {name}"
 
@@ -277,7 +278,7 @@ def undocumented(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES + TOOLS, ids=lambda path: path.stem)
 def test_what_is_public_and_not_tiny_says_what_it_does(path):
     tree = parsed(path.relative_to(ROOT))
     assert ast.get_docstring(tree), "a file begins with its one idea"
@@ -291,7 +292,7 @@ def test_an_undocumented_function_is_found():
     assert undocumented(ast.parse(f"def _f():\n{body}")) == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES + TOOLS, ids=lambda path: path.stem)
 def test_no_error_is_swallowed(path):
     """No bare except, and none that passes over everything."""
     for node in ast.walk(parsed(path.relative_to(ROOT))):

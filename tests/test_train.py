@@ -252,6 +252,16 @@ def test_a_row_of_metrics_has_every_column_and_versions_are_on_policy(straight):
     assert rows[0]["reference_kl"] == 0 < rows[-1]["reference_kl"]  # B = 0 at first, then not
 
 
+def test_samples_are_whole_groups_at_first_and_now_and_then_with_the_ratios_of_the_step(straight):
+    rows = rows_of(straight.output, "samples.jsonl")
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 2 + [3] * 2 + [4] * 4
+    for row in rows:
+        assert row["version"] == row["step"] - 1
+        assert row["outcome"] and len(row["log_ratios"]) == len(row["token_ids"])
+        assert max(map(abs, row["log_ratios"])) < 1e-4  # on-policy
+    assert len({row["question"] for row in rows if row["step"] == 4}) == 1
+
+
 def test_the_summary_has_every_key(straight):
     summary = json.loads((straight.output / "summary.json").read_text())
     promised = """eval_before eval_after seconds steps adapter_parameters base_parameters
@@ -267,7 +277,9 @@ def test_the_summary_has_every_key(straight):
 
 
 def test_the_last_lines_tell_how_to_load_the_adapter(straight):
-    peft, vllm = straight.printed.getvalue().splitlines()[-2:]
+    page, ask, _, peft, vllm = straight.printed.getvalue().splitlines()[-5:]
+    assert page.endswith(f"python tools/viewer.py {straight.output}")
+    assert ask.endswith(f"python tools/viewer.py --chat {straight.output / 'adapter'}")
     assert "PeftModel.from_pretrained(" in peft and str(straight.output / "adapter") in peft
     assert "vllm serve" in vllm and str(straight.output / "adapter") in vllm
 
