@@ -17,7 +17,9 @@ wrong but the reward. vLLM accepts a foreign key prefix, fewer columns than the 
 that is not the tensors' rank; here a ValueError names what is amiss and where.
 
 Tensor names: "model.layers.0.self_attn.q_proj.lora_A.weight" (R, in) and ".lora_B.weight" (out, R),
-as in lora_parameters; in the file each begins with PEFT's prefix "base_model.model.".
+as in lora_parameters; in the file each begins with PEFT's prefix "base_model.model.". Experts are
+stacked in memory and have one tensor each in the file, the form that both vLLM and PEFT load:
+"model.layers.0.mlp.experts.7.up_proj.lora_A.weight".
 
 Left out on purpose: PEFT's variants (DoRA, rsLoRA, a rank per layer, biases), which are refused by
 name, and the loading into an engine, which rollout.py does.
@@ -35,7 +37,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lora import TRAINABLE, LoRAConfig, lora_layers, lora_parameters
+from experts import split_experts, stack_experts
+from lora import TRAINABLE, LoRAConfig, lora_layers, lora_parameters, target_of
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -85,7 +88,8 @@ def save_adapter(
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha % 1 == 0 else config.alpha,  # PEFT: an int
         "lora_dropout": config.dropout,
-        "target_modules": _target_modules(tensors),
+        # Not "experts": PEFT knows them by their projections' names; vLLM looks at the tensors.
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -94,7 +98,8 @@ def save_adapter(
         "use_dora": False,
         "use_rslora": False,
     }
-    prefixed = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    single = split_experts(tensors)
+    prefixed = {PREFIX + name: tensor.contiguous() for name, tensor in single.items()}
     data = safetensors.torch.save(prefixed, metadata={"format": "pt"})
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
@@ -124,17 +129,12 @@ def _check_config(model: nn.Module, config: LoRAConfig) -> None:
     if not layers:
         raise ValueError("the model has no trainable adapter; inject_lora puts one in")
     for name, layer in layers.items():
-        found = (len(layer.lora_A[TRAINABLE]), layer.scaling[TRAINABLE])
+        found = (layer.lora_A[TRAINABLE].shape[-2], layer.scaling[TRAINABLE])
         if found != (config.rank, config.scaling):
             raise ValueError(
                 f"{name}: rank and scaling (alpha / rank) are {found} in the model, but "
                 f"{(config.rank, config.scaling)} in the config of the adapter"
             )
-
-
-def _target_modules(names) -> list[str]:
-    """["q_proj"] of ["model.layers.0.self_attn.q_proj.lora_A.weight"]."""
-    return sorted({name.split(".")[-3] for name in names})
 
 
 def _fsync(path: Path) -> None:
@@ -174,7 +174,12 @@ def read_adapter(directory: str | Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
         problems = [f"no tensor adapts {t}" for t in targets if t not in {t for t, _ in fits}]
         problems += [f"{n} is adapted too" for n in layers if n not in {n for _, n in fits}]
     _refuse(config_file, problems, "target_modules does not agree with the tensors; correct it")
-    return dataclasses.replace(config, target_modules=tuple(_target_modules(tensors))), tensors
+    target_modules = tuple(sorted({target_of(name) for name in layers}))
+    try:
+        tensors = stack_experts(tensors)
+    except ValueError as error:
+        raise ValueError(f"{tensor_file}: {error}; write the adapter again") from error
+    return dataclasses.replace(config, target_modules=target_modules), tensors
 
 
 def _read_config(file: Path) -> tuple[LoRAConfig, list[str] | str]:

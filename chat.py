@@ -85,10 +85,34 @@ class Tokenizer:
         dummy = [{"role": "user", "content": "?"}, {"role": "assistant", "content": self.DUMMY}]
         return self.render(dummy + messages, None, add_generation_prompt).split(self.DUMMY, 1)[1]
 
-    def tool_response_ids(self, results: list[str]) -> list[int]:
-        """The forced tokens between a sampled end of turn and the next turn's first token."""
-        messages = [{"role": "tool", "content": result} for result in results]
+    def forced_ids(self, messages: list[dict]) -> list[int]:
+        """The forced tokens between an end of turn and the next turn's first token."""
         return self.encode(self.after_dummy(messages, add_generation_prompt=True))[1:]
+
+    def tool_response_ids(self, results: list[str]) -> list[int]:
+        """forced_ids of the answers to a turn's calls."""
+        return self.forced_ids([{"role": "tool", "content": result} for result in results])
+
+    def spoken_ids(self, message: dict) -> list[int]:
+        """What the model would have had to say to get this assistant's message written: all that
+        the template puts after its generation prompt, up to and including the end of turn. (Where
+        the message has no thought, Qwen3's hybrid template writes an empty one: that too.)
+
+        ValueError if the template begins a turn otherwise than its generation prompt does, and for
+        a text in which generation would have ended earlier.
+        """
+        question = [{"role": "user", "content": "?"}]
+        before, after = self.render(question), self.after_dummy([], add_generation_prompt=False)
+        written = self.render([*question, message], None, add_generation_prompt=False)
+        if not (written.startswith(before) and written.endswith(after)):
+            raise ValueError(
+                f"the chat template writes this turn as {written!r:.200}, which does not go on "
+                f"where its generation prompt ends: {before!r}"
+            )
+        ids = self.encode(written[len(before) : -len(after)])
+        if ends := [token for token in ids if token in self.stop_token_ids]:
+            raise ValueError(f"the assistant's text holds {self.decode(ends[:1])}, which ends it")
+        return [*ids, self.end_of_turn_id]
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

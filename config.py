@@ -42,11 +42,20 @@ class Config:
     """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
+    full: bool = False
+    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
+    times smaller than an adapter's."""
+
+    init_adapter: str = ""
+    """Adapter directory to start from (of sft.py or another run), whose frozen copy is then the
+    reference; without one B is 0 and the base is the reference."""
 
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the frozen base; the adapter and the optimizer are always fp32."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
 
@@ -79,7 +88,7 @@ class Config:
     """Tokens of an episode, prompt included."""
 
     lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up."""
+    """Learning rate of Adam, constant after the warm-up; with --full try a tenth of it."""
     warmup: int = 3
     """Steps of linear warm-up."""
     max_grad_norm: float = 1.0
@@ -89,7 +98,8 @@ class Config:
     advantage_scale: Literal["none", "std"] = "none"
     """std divides advantages by the group's standard deviation (GRPO); none does not (Dr. GRPO)."""
     kl: float = 0.0
-    """Weight of the KL to the reference, which is the base with the adapter off."""
+    """Weight of the KL to the reference: the base with the adapter off (--full: a copy of it), or
+    --init-adapter."""
 
     seed: int = 0
     """A seed repeats its run exactly on the same machine."""
@@ -137,18 +147,56 @@ def parse_config(arguments: list[str], kind: type = Config):
     return config
 
 
-def check_config(config: Config) -> None:
-    """ValueError for what would fail or mislead later."""
-    positive = """steps groups group_size max_turns max_new_tokens slots search_results eval_size
-        save_every micro_tokens lr temperature max_grad_norm vllm_timeout""".split()
-    for name in (*positive, "kl", "warmup", "eval_every", "seed"):
+def check_config(config) -> None:
+    """ValueError for what would fail or mislead later; of the fields that the dataclass has."""
+    positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
+        eval_size save_every micro_tokens lr temperature max_grad_norm vllm_timeout""".split()
+    fields = vars(config).keys() & {*positive, "kl", "warmup", "eval_every", "seed"}
+    for name in sorted(fields):
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
         if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.full:
+        check_full(config)
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
+    if isinstance(config, Config):
+        check_modes(config)
+
+
+def check_full(config) -> None:
+    """ValueError for what means nothing, or fails, where every weight is trained."""
+    for name in ("rank", "alpha", "dropout", "target_modules"):
+        if getattr(config, name) != getattr(type(config), name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} shapes an adapter, and --full trains none: it trains "
+                "every weight; leave one of the two out"
+            )
+    if config.dtype != "float32":
+        raise ValueError(
+            f"--full needs --dtype float32: in {config.dtype} an update below 1/256 of a weight is "
+            "rounded away; an adapter trains in fp32 beside a base of either"
+        )
+    if config.quantize != "none":
+        raise ValueError("--full trains every weight, and --quantize nf4 freezes them in 4 bits")
+
+
+def check_modes(config: Config) -> None:
+    """ValueError for what does not go together, with the reason."""
+    if config.full and config.init_adapter:
+        raise ValueError("--full trains no adapter; merge --init-adapter into a --model first")
+    if config.full and config.engine == "vllm":
+        raise ValueError(
+            "--full ships no adapter, and vLLM would sample from the untrained base; use --engine "
+            "torch"
+        )
+    if config.engine == "vllm" and config.quantize != "none":
+        raise ValueError(
+            "--quantize nf4 trains on 4-bit weights, and vLLM would sample from others: two "
+            "policies; use --engine torch"
+        )
     if config.vllm_url and config.engine != "vllm":
         raise ValueError("--vllm-url names servers for --engine vllm; add that")
     if config.engine == "vllm" and config.rank > VLLM_RANKS[-1]:

@@ -16,9 +16,11 @@ selection that all layers of a model share says which adapter acts on which rows
         [("v17", None)]                         base(x) + update of version 17: the sampler
         [("a", 0:3), ("b", 3:5)]                rows 0-2 with a, rows 3-4 with b, the rest the base
 
-so the trainer, the reference and every sampler version share one set of base tensors.
+so the trainer, the reference and every sampler version share one set of base tensors. A projection
+of experts (experts.py) is E such layers at once, each expert with an A and a B of its own.
 
-Axes: S rows (sequences), R rank. Adapter tensors are fp32 masters, used in the base's dtype.
+Axes: S rows (sequences), R rank, E experts, N (token, expert) pairs. Adapter tensors are fp32
+masters, used in the base's dtype.
 
 Left out on purpose: variants (DoRA, rsLoRA, LoRA+), biases, embeddings and the output head as
 targets, and merging as a side effect of train() or eval(): merging is a call that one sees.
@@ -40,11 +42,20 @@ import tyro
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from experts import GroupedLinear, Pairs, grouped_linear
+
 TRAINABLE = "trainable"  # the name of the one adapter that has gradients
+# "experts" is the three projections of every expert.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
-FORBIDDEN_TARGETS = ("embed_tokens", "lm_head")  # tied in small models: an update would reach both
+TIED = "input and output embeddings may be one tensor, and an update of one would change the other"
+FORBIDDEN_TARGETS = {
+    "embed_tokens": TIED,
+    "lm_head": TIED,
+    "gate": "it is the router, and with it the tokens of every expert would change",
+}
 MODEL_FACTS = Path(__file__).parent / "configs" / "models"
 
+ADAPTABLE = (nn.Linear, GroupedLinear)
 Segments = list[tuple[str, slice | Tensor | None]]
 
 
@@ -132,6 +143,35 @@ class LoRALinear(nn.Module):
         return F.linear(F.linear(x, A) * self.scaling[name], B)
 
 
+class LoRAGrouped(LoRALinear):
+    """The same beside the E matrices of a projection of experts: A (E, R, in), B (E, out, R).
+
+    Every expert has an A and a B of its own. A segment's rows become the (token, expert) pairs of
+    those rows, which stay sorted by expert: groups of one adapter and one expert.
+    """
+
+    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
+        """x (N, in), one row a pair -> (N, out)."""
+        if self.merged is not None and self.selection.segments == [(TRAINABLE, None)]:
+            return grouped_linear(x, self.merged, pairs.ends)
+        y = self.base(x, pairs)
+        for name, rows in self.selection.segments:
+            if name not in self.lora_A:
+                continue
+            if rows is None:
+                y = y + self.update(name, x, pairs)
+            else:
+                places, its_pairs = pairs.of(rows)
+                y[places] = y[places] + self.update(name, x[places], its_pairs)
+        return y
+
+    def update(self, name: str, x: Tensor, pairs: Pairs) -> Tensor:
+        """(alpha / r) B_e A_e x for each row's expert e, in x's dtype."""
+        A, B = self.lora_A[name].to(x.dtype), self.lora_B[name].to(x.dtype)
+        narrow = grouped_linear(x, A, pairs.ends) * self.scaling[name]
+        return grouped_linear(narrow, B, pairs.ends)
+
+
 # --- putting it in -------------------------------------------------------------------------------
 
 
@@ -140,40 +180,56 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
 
 
-def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers whose last name component is one of `target_modules`.
+def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that an adapter may stand beside or stands beside, by their module names."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (*ADAPTABLE, LoRALinear))
+        and name.rpartition(".")[2] not in ("base", *FORBIDDEN_TARGETS)
+    }
 
-    Raises ValueError for the embedding or the head as a target and if nothing matches. A name that
-    matches nothing is ignored with one warning ("experts", a default, without).
+
+def matrix_shape(base: nn.Module) -> tuple[int, ...]:
+    """(out, in), of experts (E, out, in), from attributes: a 4-bit layer makes its weight anew."""
+    if isinstance(base, nn.Linear):
+        return base.out_features, base.in_features
+    return tuple(base.weight.shape)
+
+
+def target_of(name: str) -> str:
+    """The target name of a layer: its last component, and "experts" for a projection of experts."""
+    return "experts" if ".experts." in name else name.rpartition(".")[2]
+
+
+def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]:
+    """Names of the linear layers whose target name is one of `target_modules`.
+
+    Raises ValueError for the embedding, the head or the router as a target and if nothing matches.
+    A name that matches nothing is ignored with one warning (the default ones, of which dense models
+    and mixtures of experts have different ones, without).
     """
     if isinstance(target_modules, str):
         raise ValueError(f"target_modules must be a list of names, not {target_modules!r}")
-    for name in FORBIDDEN_TARGETS:
+    for name, reason in FORBIDDEN_TARGETS.items():
         if name in target_modules:
-            raise ValueError(
-                f"{name} cannot be a target: input and output embeddings may be one tensor (tied), "
-                "and an update of one would change the other; name projections instead"
-            )
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, LoRALinear)) and not name.endswith(".base")
-    }
-    names = [name for name in linear if name.rpartition(".")[2] in target_modules]
-    available = sorted({name.rpartition(".")[2] for name in linear} - set(FORBIDDEN_TARGETS))
+            raise ValueError(f"{name} cannot be a target: {reason}; name projections instead")
+    targets = {name: target_of(name) for name in adaptable_layers(model)}
+    names = [name for name, target in targets.items() if target in target_modules]
+    available = sorted(set(targets.values()))
     if not names:
         raise ValueError(
             f"target_modules {list(target_modules)} match no layer of this model; "
             f"its projections are {available}"
         )
-    unknown = [t for t in target_modules if t not in available and t != "experts"]
+    unknown = [t for t in target_modules if t not in (*available, *TARGETS)]
     if unknown:
         warnings.warn(f"target_modules {unknown} are not in this model and ignored", stacklevel=3)
     return names
 
 
 def _wrap(model: nn.Module, names: list[str]) -> list[LoRALinear]:
-    """Puts a LoRA layer around each named linear layer that has none yet."""
+    """Puts a LoRA layer around each named layer that has none yet."""
     if not hasattr(model, "lora_selection"):
         model.lora_selection = Selection()
     layers = []
@@ -182,7 +238,8 @@ def _wrap(model: nn.Module, names: list[str]) -> list[LoRALinear]:
         child = name.rpartition(".")[2]
         layer = getattr(parent, child)
         if not isinstance(layer, LoRALinear):
-            layer = LoRALinear(layer, model.lora_selection)
+            kind = LoRAGrouped if isinstance(layer, GroupedLinear) else LoRALinear
+            layer = kind(layer, model.lora_selection)
             setattr(parent, child, layer)
         layers.append(layer)
     return layers
@@ -192,19 +249,25 @@ def inject_lora(model: nn.Module, config: LoRAConfig) -> list[str]:
     """Freezes the model and adds the trainable adapter; returns the names of the adapted layers.
 
     A is Kaiming-uniform with a = sqrt(5), i.e. uniform in +-1/sqrt(in), drawn from torch's global
-    generator; B is zero. Raises ValueError if the model has a trainable adapter already.
+    generator; B is zero. Raises ValueError if the model has a trainable adapter already, and for
+    dropout on experts, which PEFT would refuse to load.
     """
     if any(TRAINABLE in layer.lora_A for layer in lora_layers(model).values()):
         raise ValueError("the model has a trainable adapter already; an adapter is injected once")
     names = target_names(model, config.target_modules)
+    if config.dropout and any(target_of(name) == "experts" for name in names):
+        raise ValueError(
+            f"dropout {config.dropout} on experts is not implemented, as PEFT has none there; set "
+            "it to 0 or leave experts out of the targets"
+        )
     model.requires_grad_(False)
     beyond = []
     for name, layer in zip(names, _wrap(model, names), strict=True):
-        rows, columns = layer.base.weight.shape
-        device = layer.base.weight.device
-        A = torch.empty(config.rank, columns, dtype=torch.float32, device=device)
-        nn.init.kaiming_uniform_(A, a=math.sqrt(5))
-        B = torch.zeros(rows, config.rank, dtype=torch.float32, device=device)
+        *experts, rows, columns = matrix_shape(layer.base)  # experts: [E], or [] of one matrix
+        device = next(layer.base.parameters()).device
+        A = torch.empty(*experts, config.rank, columns, dtype=torch.float32, device=device)
+        nn.init.kaiming_uniform_(A.view(-1, columns), a=math.sqrt(5))
+        B = torch.zeros(*experts, rows, config.rank, dtype=torch.float32, device=device)
         layer.add(TRAINABLE, A, B, config)
         if config.rank > min(rows, columns):
             beyond.append(name)
@@ -219,7 +282,10 @@ def inject_lora(model: nn.Module, config: LoRAConfig) -> list[str]:
 
 
 def lora_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """The trainable adapter: "<layer>.lora_A.weight" (R, in), "<layer>.lora_B.weight" (out, R)."""
+    """The trainable adapter: "<layer>.lora_A.weight" (R, in), "<layer>.lora_B.weight" (out, R).
+
+    Of experts (E, R, in) and (E, out, R); broadcast.py writes a tensor an expert.
+    """
     parameters = {}
     for name, layer in lora_layers(model).items():
         if TRAINABLE in layer.lora_A:
@@ -242,7 +308,7 @@ def add_adapter(
         raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")
     names = check_adapter(model, name, config, tensors)
     for layer_name, layer in zip(names, _wrap(model, names), strict=True):
-        device = layer.base.weight.device
+        device = next(layer.base.parameters()).device
         A = tensors[f"{layer_name}.lora_A.weight"].to(device, torch.float32)
         B = tensors[f"{layer_name}.lora_B.weight"].to(device, torch.float32)
         layer.add(name, A, B, config)
@@ -258,18 +324,14 @@ def check_adapter(
     demand; `name` says which adapter in the message.
     """
     layers = {key.rpartition(".lora_")[0] for key in tensors}
-    modules = {
-        module_name: module
-        for module_name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, LoRALinear))
-        and module_name.rpartition(".")[2] not in ("base", *FORBIDDEN_TARGETS)
-    }
+    modules = adaptable_layers(model)
     for layer_name in sorted(layers):
         if layer_name not in modules:
             raise ValueError(f"adapter {name!r}: the model has no projection {layer_name!r}")
         layer = modules[layer_name]
-        out_size, in_size = getattr(layer, "base", layer).weight.shape
-        for matrix, shape in (("A", (config.rank, in_size)), ("B", (out_size, config.rank))):
+        *experts, out_size, in_size = matrix_shape(getattr(layer, "base", layer))
+        shapes = {"A": (*experts, config.rank, in_size), "B": (*experts, out_size, config.rank)}
+        for matrix, shape in shapes.items():
             found = tensors.get(f"{layer_name}.lora_{matrix}.weight")
             if found is None or tuple(found.shape) != shape:
                 raise ValueError(
@@ -343,26 +405,33 @@ def unmerge_lora(model: nn.Module) -> None:
 def size_table(model: nn.Module, config: LoRAConfig) -> str:
     """The worked example: what each projection holds and what its adapter does, r (in + out).
 
-    `model` may live on the meta device. Layers of equal name and shape are one row.
+    `model` may live on the meta device. Layers of equal name and shape are one row; a row of
+    experts is one expert, with layers x experts in the last column.
     """
     total = sum(p.numel() for p in model.parameters())
-    rows: dict[tuple[str, int, int], int] = {}
+    rows: dict[tuple[str, tuple[int, ...]], int] = {}
     for name in target_names(model, config.target_modules):
-        key = (name.rpartition(".")[2], *model.get_submodule(name).weight.shape)
-        rows[key] = rows.get(key, 0) + 1
-    lines = [f"{'projection':<12}{'shape':>16}{'full':>16}{'adapter':>12}{'layers':>8}"]
+        short = name.rpartition(".")[2]
+        key = f"experts.{short}" if target_of(name) == "experts" else short
+        shape = matrix_shape(model.get_submodule(name))
+        rows[key, shape] = rows.get((key, shape), 0) + 1
+    width, last = (20, 12) if any(len(shape) == 3 for _, shape in rows) else (12, 8)
+    lines = [f"{'projection':<{width}}{'shape':>16}{'full':>16}{'adapter':>12}{'layers':>{last}}"]
     adapted_total = adapter_total = 0
-    for (name, out_size, in_size), layers in rows.items():
+    for (name, (*experts, out_size, in_size)), layers in rows.items():
         full, adapter = out_size * in_size, config.rank * (out_size + in_size)
+        count = " x ".join(str(number) for number in (layers, *experts))
         shape = f"{out_size} x {in_size}"
-        lines.append(f"{name:<12}{shape:>16}{full:>16,}{adapter:>12,}{layers:>8}")
-        adapted_total += layers * full
-        adapter_total += layers * adapter
+        lines.append(f"{name:<{width}}{shape:>16}{full:>16,}{adapter:>12,}{count:>{last}}")
+        copies = layers * math.prod(experts)
+        adapted_total += copies * full
+        adapter_total += copies * adapter
     layers = max(rows.values())
+    width += 16
     lines += [
-        f"{'one layer':<28}{adapted_total // layers:>16,}{adapter_total // layers:>12,}",
-        f"{'all layers':<28}{adapted_total:>16,}{adapter_total:>12,}",
-        f"{'the model':<28}{total:>16,}{adapter_total / total:>12.2%}",
+        f"{'one layer':<{width}}{adapted_total // layers:>16,}{adapter_total // layers:>12,}",
+        f"{'all layers':<{width}}{adapted_total:>16,}{adapter_total:>12,}",
+        f"{'the model':<{width}}{total:>16,}{adapter_total / total:>12.2%}",
         "",
         f"shipped a step, fp32: adapter {adapter_total * 4 / 1e6:,.1f} MB, "
         f"all weights {total * 4 / 1e6:,.1f} MB: 1/{total / adapter_total:.0f}",

@@ -1,4 +1,4 @@
-"""Qwen3 in one file: the dense model, its key-value cache, a strict loader, a head without logits.
+"""Qwen3 in one file (and Qwen2): model, key-value cache, strict loader, a head without logits.
 
     x = embed(ids)
     for each layer:   x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -6,16 +6,19 @@
 
 What makes it Qwen3 (arXiv 2505.09388): K key-value heads shared by groups of H/K query heads, an
 RMSNorm on every single query and key head before the rotary embedding, SwiGLU, and a head_dim that
-need not be hidden_size / H.
+need not be hidden_size / H. Qwen3-MoE has a router and many small MLPs (experts.py) in the place of
+the one MLP of some or all layers. Qwen2 (arXiv 2407.10671), the architecture of
+DeepSeek-R1-Distill-Qwen, is Qwen3 without the norm of the heads and with a bias on q, k and v.
 
 Parameters carry Hugging Face's names ("model.layers.0.self_attn.q_proj.weight"), so a checkpoint is
-loaded without a mapping table, and every tensor must be there, be used, and have its shape.
+loaded without a mapping table (experts are stacked on the way), and every tensor must be there, be
+used, and have its shape.
 
 Axes: S sequences, T tokens, D hidden, V vocabulary, H query heads, K key-value heads, C channels of
 a head (head_dim), L layers.
 
 Left out on purpose: LoRA (lora.py puts it in from outside), rope scaling and sliding windows (a
-checkpoint that asks for one is refused by name), attention dropout, training of the output head.
+checkpoint that asks for one is refused by name), attention dropout.
 """
 
 import json
@@ -28,7 +31,11 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from experts import MixtureOfExperts, split_experts, stack_experts
+
 # --- configuration -------------------------------------------------------------------------------
+
+MIXTURE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,22 @@ class Qwen3Config:
     rope_theta: float
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of Qwen3's four projections; Qwen2 has no such setting
     torch_dtype: str = "float32"
+    model_type: str = "qwen3"
+    # Of model_type "qwen3_moe" alone:
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer`, from 0, has experts instead of one MLP."""
+        if not self.num_experts or layer in self.mlp_only_layers:
+            return False
+        return (layer + 1) % self.decoder_sparse_step == 0
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "Qwen3Config":
@@ -66,10 +87,12 @@ class Qwen3Config:
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> "Qwen3Config":
         """As from_pretrained, from the parsed JSON; `where` names the source in errors."""
-        if raw.get("model_type") != "qwen3":
+        if raw.get("model_type") not in ("qwen3", "qwen3_moe", "qwen2"):
             raise ValueError(
-                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3' is implemented"
+                f"{where}: model_type is {raw.get('model_type')!r}, and only 'qwen3', 'qwen3_moe' "
+                "and 'qwen2' are implemented"
             )
+        mixture = raw["model_type"] == "qwen3_moe"
         # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
         rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -77,6 +100,7 @@ class Qwen3Config:
         required = {
             "rope type": (rope_type, "default"),
             "partial_rotary_factor": (rotary_share or 1.0, 1.0),
+            "use_mrope": (raw.get("use_mrope") or False, False),
             "use_sliding_window": (raw.get("use_sliding_window") or False, False),
             "layer_types": (set(raw.get("layer_types") or ["full_attention"]), {"full_attention"}),
             "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
@@ -93,17 +117,29 @@ class Qwen3Config:
             "head_dim": raw.get("head_dim") or hidden // heads,
             "torch_dtype": raw.get("dtype") or raw.get("torch_dtype") or cls.torch_dtype,
         }
+        if mixture:  # transformers 5 writes num_local_experts
+            values["num_experts"] = raw.get("num_experts") or raw.get("num_local_experts")
+            values["mlp_only_layers"] = tuple(raw.get("mlp_only_layers") or ())
+        else:
+            values |= dict.fromkeys(MIXTURE_FIELDS)
         for name in cls.__dataclass_fields__:
             values.setdefault(name, raw.get(name))
         values = {name: value for name, value in values.items() if value is not None}
         missing = [
             name
             for name, field in cls.__dataclass_fields__.items()
-            if name not in values and field.default is MISSING
+            if name not in values
+            and (field.default is MISSING or (mixture and name in MIXTURE_FIELDS))
         ]
         if missing:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
-        return cls(**values)
+        config = cls(**values)
+        if config.num_experts_per_tok > config.num_experts:
+            raise ValueError(
+                f"{where}: num_experts_per_tok {config.num_experts_per_tok} is more than the "
+                f"{config.num_experts} experts there are"
+            )
+        return config
 
 
 # --- key-value cache -----------------------------------------------------------------------------
@@ -197,20 +233,22 @@ class CacheWrite:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with an RMSNorm on each query and key head."""
+    """Grouped-query attention with an RMSNorm on each query and key head (none in Qwen2)."""
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
         self.layer = layer
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
+        qwen2 = config.model_type == "qwen2"
+        hidden, o_bias = config.hidden_size, config.attention_bias and not qwen2
+        bias = config.attention_bias or qwen2
         self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=o_bias)
+        self.q_norm = nn.Identity() if qwen2 else RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.Identity() if qwen2 else RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, write: CacheWrite | None) -> Tensor:
         S, T, _ = x.shape
@@ -259,13 +297,23 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def mixture_of_experts(config: Qwen3Config) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+    )
+
+
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each behind its norm and beside a residual path."""
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.mlp = mixture_of_experts(config) if config.has_experts(layer) else MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -333,8 +381,6 @@ class Qwen3(nn.Module):
             raise ValueError(
                 f"mask {tuple(mask.shape)} must be (S, T-1) of input_ids {tuple(input_ids.shape)}"
             )
-        if torch.is_grad_enabled() and self.head_weight.requires_grad:
-            raise ValueError("token_logprobs needs a frozen output head (requires_grad_(False))")
         mask = mask.bool()
         positions = torch.arange(input_ids.shape[1] - 1, device=input_ids.device)
         hidden = self.model(input_ids[:, :-1], positions)[mask]  # (wanted, D)
@@ -396,7 +442,8 @@ class Qwen3(nn.Module):
                     f"{directory}: tie_word_embeddings is set, but lm_head.weight differs from "
                     "model.embed_tokens.weight"
                 )
-        check_tensors(directory, model.state_dict(), tensors)
+        check_tensors(directory, split_experts(model.state_dict()), tensors)
+        tensors = stack_experts(tensors)
         dtype = dtype or getattr(torch, config.torch_dtype)
         tensors = {name: t.to(device=device or "cpu", dtype=dtype) for name, t in tensors.items()}
         model.load_state_dict(tensors, assign=True)
@@ -404,13 +451,19 @@ class Qwen3(nn.Module):
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """log softmax(W h / temperature)[target], its entropy, and its gradient in one pass.
+    """log softmax(W h / temperature)[target], its entropy, and its gradient, without all logits.
 
         d logprob / d h = (W[target] - softmax(W h / temperature) W) / temperature
 
-    The gradient does not depend on what comes from above (the head is frozen), so the forward pass
-    computes it chunk by chunk and keeps (N, D) numbers; logits for all tokens (V = 151,936 in
-    Qwen3: 1.2 GB for 2,048 tokens in fp32) never exist, and the backward pass is one product.
+    This gradient does not depend on what comes from above, so the forward pass computes it chunk by
+    chunk and keeps (N, D) numbers; logits for all tokens (V = 151,936 in Qwen3: 1.2 GB for 2,048
+    tokens in fp32) never exist. With a frozen head the backward pass is one product. A head that is
+    trained (full fine-tuning) has a gradient of its own, a sum over tokens in which each one counts
+    by what comes from above,
+
+        d loss / d W = sum_n  upstream_n (onehot(target_n) - softmax_n) h_n / temperature
+
+    so its backward pass makes the logits again, a chunk at a time.
     """
 
     CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32 logits at a time
@@ -422,10 +475,11 @@ class HeadLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         gradient = torch.empty_like(hidden) if needs_gradient else None
+        normalizers = torch.empty_like(logprobs)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight).float().div_(temperature)  # (chunk, V)
-            normalizer = logits.logsumexp(-1)
+            normalizers[part] = normalizer = logits.logsumexp(-1)
             target_logits = logits.gather(1, targets[part, None]).squeeze(1)
             logprobs[part] = target_logits - normalizer
             probabilities = logits.sub(normalizer[:, None]).exp_()
@@ -434,14 +488,30 @@ class HeadLogprobs(torch.autograd.Function):
             if needs_gradient:
                 expected = probabilities.to(weight.dtype) @ weight
                 gradient[part] = (weight[targets[part]] - expected) / temperature
-        ctx.save_for_backward(gradient)
+        trained = (hidden, weight, targets, normalizers) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(gradient, *trained)
+        ctx.temperature, ctx.rows = temperature, rows
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):
-        (gradient,) = ctx.saved_tensors
-        return upstream[:, None].to(gradient.dtype) * gradient, None, None, None
+        gradient, *trained = ctx.saved_tensors
+        if gradient is not None:
+            gradient = upstream[:, None].to(gradient.dtype) * gradient
+        if not trained:
+            return gradient, None, None, None
+        hidden, weight, targets, normalizers = trained
+        upstream = upstream / ctx.temperature
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits = F.linear(hidden[part], weight).float().div_(ctx.temperature)
+            # From here on, in place: d loss / d logits * temperature, (chunk, V).
+            logits.sub_(normalizers[part, None]).exp_().mul_(-upstream[part, None])
+            logits.scatter_add_(1, targets[part, None], upstream[part, None])
+            weight_gradient.addmm_(logits.T, hidden[part].float())
+        return gradient, weight_gradient.to(weight.dtype), None, None
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -362,8 +362,9 @@ class Trajectory:
     """One episode, as the trainer needs it and as a person reads it.
 
     token_ids, loss_mask, logprobs: an entry a token, 1 and its logprob where it was sampled (the
-    stop token too), 0 and 0.0 where it was forced. All sampled by one version of one adapter. Only
-    an answered episode is scored; every other one has reward 0.
+    stop token too), 0 and 0.0 where it was forced; trainer_logprobs: the same of the trainer, once
+    it has trained on the episode. All sampled by one version of one adapter. Only an answered
+    episode is scored; every other one has reward 0.
     """
 
     task: object
@@ -376,6 +377,7 @@ class Trajectory:
     turns: int = 0
     finish_reason: FinishReason | None = None
     reward: float = 0.0
+    trainer_logprobs: list[float] = field(default_factory=list)
 
     def add_forced(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids

@@ -6,6 +6,10 @@
       broadcasts/      versions of the adapter that the sampler reads, one at a time
       checkpoints/     the last two: adapter, optimizer, progress, random state; never the base
       adapter/         the PEFT directory to deploy      summary.json, reward.png    what came out
+      reference/       the frozen copy of the adapter that it started from, if from one
+
+With --full there are no broadcasts, a checkpoint holds all weights, and in adapter's place stands
+model/, a Hugging Face checkpoint.
 
 A directory belongs to one run. What is written at an end or at a checkpoint appears whole or not at
 all; a resumed run cuts metrics and samples back to its checkpoint and repeats what came after.
@@ -31,7 +35,8 @@ import torch
 
 from broadcast import load_adapter, save_adapter
 from config import RESUMABLE, VLLM_RANKS, to_toml
-from lora import LoRAConfig
+from full import load_weights, save_model, save_weights
+from lora import LoRAConfig, lora_parameters
 
 # --- the directory --------------------------------------------------------------------------------
 
@@ -49,6 +54,10 @@ class Run:
     eval_after: dict = field(default_factory=dict)
     base_parameters: int = 0
     adapter_parameters: int = 0
+
+    def eta(self, steps: int) -> float:
+        """Seconds to step `steps`, at the pace so far."""
+        return (steps - self.step) * self.seconds / self.step
 
 
 def open_run(config, name: str) -> Run:
@@ -125,8 +134,9 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2) -> None:
-    """checkpoints/step_000010, whole or not at all; the last `keep` stay."""
+def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: int = 2) -> None:
+    """checkpoints/step_000010, whole or not at all; the last `keep` stay. lora None: no adapter,
+    every weight."""
     final = run.directory / "checkpoints" / f"step_{run.step:06d}"
     if final.exists():
         return  # a step has one outcome
@@ -138,7 +148,10 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig, optimizer, keep: int = 2)
     try:
         with naming(final):
             beside.mkdir(parents=True)
-            save_adapter(model, lora, beside / "adapter")
+            if lora:
+                save_adapter(model, lora, beside / "adapter")
+            else:
+                save_weights(model, beside / "model")
             with (beside / "state.pt").open("wb") as file:
                 file.write(data.getbuffer())
                 file.flush()
@@ -156,7 +169,10 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
     if not checkpoints:
         return run
     try:
-        load_adapter(model, checkpoints[-1] / "adapter")
+        if lora_parameters(model):
+            load_adapter(model, checkpoints[-1] / "adapter")
+        else:
+            load_weights(model, checkpoints[-1] / "model")
         state = torch.load(checkpoints[-1] / "state.pt", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
     except Exception as error:  # torch.load raises whatever its bytes bring about
@@ -176,15 +192,16 @@ PANELS = {
     "entropy": "entropy",
     "mismatch_max": "largest |trainer - sampler| logprob",
 }
+RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before and eval_after hold
 
 
 def run_name(config) -> str:
-    return f"{config.environment}-rank{config.rank}-seed{config.seed}"
+    kind = "full" if config.full else f"rank{config.rank}"
+    return f"{config.environment}-{kind}-seed{config.seed}"
 
 
 def step_line(row: dict, run: Run, config) -> str:
     """A step in one line, the same on a terminal and in a file."""
-    eta = (config.steps - run.step) * run.seconds / run.step
     held_out = "" if row["eval_reward"] is None else f"held out {row['eval_reward']:.3f}  "
     return (
         f"step {row['step']:3}/{config.steps}  reward {row['reward']:.3f}  {held_out}"
@@ -192,95 +209,153 @@ def step_line(row: dict, run: Run, config) -> str:
         f"mismatch {row['mismatch_max']:.0e}  entropy {row['entropy']:.3f}  "
         f"sample {row['sample_tokens_per_second']:,.0f} tok/s  "
         f"train {row['train_tokens_per_second']:,.0f} tok/s  {row['seconds']:.1f} s  "
-        f"ETA {eta:.0f} s"
+        f"ETA {run.eta(config.steps):.0f} s"
     )
 
 
-def sample_row(run: Run, episode, advantage: float) -> dict:
-    """One trajectory for samples.jsonl: as text for people, as tokens for tools."""
+def shows_group(step: int) -> bool:
+    """Whether samples.jsonl gets a whole group of the step: by its number alone, so that a run
+    resumed or made longer writes the same file."""
+    return step == 1 or step % 4 == 0
+
+
+def sample_row(run: Run, episode, advantage: float, outcome: str) -> dict:
+    """One trajectory for samples.jsonl: as text for people, as tokens for tools.
+
+    log_ratios: trainer minus sampler logprob of each token; empty if it was not trained on.
+    """
+    pairs = zip(episode.trainer_logprobs, episode.logprobs, strict=bool(episode.trainer_logprobs))
     return {
         "step": run.step,
+        "version": episode.version,
         "question": episode.task.question,
         "answer": episode.task.answer,
         "reward": episode.reward,
         "advantage": advantage,
+        "outcome": outcome,
         "finish_reason": episode.finish_reason,
         "messages": episode.messages,
         "token_ids": episode.token_ids,
         "loss_mask": episode.loss_mask,
         "logprobs": [round(logprob, 4) for logprob in episode.logprobs],
+        "log_ratios": [round(trainer - sampler, 6) for trainer, sampler in pairs],
     }
 
 
-def finish(run: Run, model, lora: LoRAConfig, optimizer, config, seconds: float) -> None:
-    """Checkpoint, adapter, summary, picture, and the commands that load the adapter."""
+def finish(
+    run: Run,
+    model,
+    lora: LoRAConfig | None,
+    optimizer,
+    config,
+    seconds: float,
+    panels: dict[str, str],
+) -> None:
+    """Checkpoint, adapter or model, summary, picture, and the commands that load what was made."""
     save_checkpoint(run, model, lora, optimizer)
-    adapter, beside = run.directory / "adapter", run.directory / ".adapter.tmp"
+    trained = run.directory / ("adapter" if lora else "model")
+    beside = run.directory / f".{trained.name}.tmp"
     shutil.rmtree(beside, ignore_errors=True)
-    save_adapter(model, lora, beside, config.model)
-    shutil.rmtree(adapter, ignore_errors=True)
-    beside.rename(adapter)
+    if lora:
+        save_adapter(model, lora, beside, config.model)
+    else:
+        with naming(trained):
+            save_model(model, beside, config.model)
+    shutil.rmtree(trained, ignore_errors=True)
+    beside.rename(trained)
+    trained_bytes = (trained / f"{'adapter_' if lora else ''}model.safetensors").stat().st_size
     before, after = run.eval_before, run.eval_after
+    results = {"before": before, "after": after}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
     summary = {
         "eval_before": before.get("reward"),
         "eval_after": after.get("reward"),
         "outcomes_before": before.get("outcomes"),
         "outcomes_after": after.get("outcomes"),
+        **{f"loss_{when}": result["loss"] for when, result in results.items() if "loss" in result},
         "seconds": seconds,
         "steps": run.step,
         "adapter_parameters": run.adapter_parameters,
         "base_parameters": run.base_parameters,
-        "adapter_bytes": (adapter / "adapter_model.safetensors").stat().st_size,
+        "adapter_bytes": trained_bytes if lora else 0,
         "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),
     }
+    if not lora:
+        summary["model_bytes"] = trained_bytes
     write_json(run.directory / "summary.json", summary)
-    plot(run, run_name(config), PANELS)
+    plot(run, run.directory.name, panels)
     if not after:
         print(f"\nstopped after step {run.step}; go on: --output {run.directory} --resume")
         return
-    max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
-    print(
-        f"\nheld out {before['reward']:.3f} -> {after['reward']:.3f} in {seconds:.0f} s"
-        f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
-        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/reward.png, "
-        f"samples.jsonl\n"
-        f"the adapter is a PEFT directory of {summary['adapter_bytes'] / 1e6:.2f} MB:\n"
-        f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-        f'"{config.model}"), "{adapter}")\n'
-        f"  vLLM   vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
-        f"--lora-modules agent={adapter.resolve()}",
-        flush=True,
+    changes = ", ".join(
+        f"{words} {before[key]:.3f} -> {after[key]:.3f}"
+        for key, words in RESULTS.items()
+        if key in before
     )
+    print(
+        f"\n{changes} in {seconds:.0f} s"
+        f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
+        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, and\n"
+        f"  its episodes    python tools/viewer.py {run.directory}"
+    )
+    if lora:
+        max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+        nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on
+        four_bits = (
+            ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+            'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+        )
+        print(
+            f"  ask it          python tools/viewer.py --chat {trained}\n"
+            f"the adapter is a PEFT directory of {trained_bytes / 1e6:.2f} MB:\n"
+            f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
+            f'"{config.model}"{four_bits if nf4 else ""}), "{trained}")\n'
+            f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
+            f"vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
+            f"--lora-modules agent={trained.resolve()}",
+            flush=True,
+        )
+    else:
+        print(
+            f"the model is a Hugging Face checkpoint of {trained_bytes / 1e6:.2f} MB:\n"
+            f'  transformers   AutoModelForCausalLM.from_pretrained("{trained}")\n'
+            f"  vLLM           vllm serve {trained}",
+            flush=True,
+        )
+
+
+def picture(panels: dict[str, str]) -> str:
+    return f"{next(iter(panels))}.png"
 
 
 def plot(run: Run, title: str, panels: dict[str, str]) -> None:
-    """reward.png: metrics over the steps, up to four panels (key -> title); the first one also
-    shows the held-out results."""
+    """Named after the first of up to four panels (key -> title), which also shows the results
+    before and after: metrics over the steps, where a step has them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows]
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), sharex=True, layout="constrained")
     for axis, (key, name) in zip(axes.flat, panels.items(), strict=False):
-        axis.plot(steps, [row[key] for row in rows], marker=".")
+        shown = [row for row in rows if row[key] is not None]
+        axis.plot([row["step"] for row in shown], [row[key] for row in shown], marker=".")
         axis.set_title(name)
         if key == "mismatch_max" and any(row[key] > 0 for row in rows):
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
+    key = next(iter(panels))
     for place, result, side in ((0, run.eval_before, "left"), (run.step, run.eval_after, "right")):
         if result:
-            axes[0, 0].plot(place, result["reward"], "o", color="tab:red")
-            label = f"held out {result['reward']:.2f}"
+            axes[0, 0].plot(place, result[key], "o", color="tab:red")
+            label = f"{RESULTS[key]} {result[key]:.3f}"
             axes[0, 0].annotate(
-                label, (place, result["reward"]), (0, -14), textcoords="offset points", ha=side
+                label, (place, result[key]), (0, -14), textcoords="offset points", ha=side
             )
-    axes[0, 0].set_ylim(0, 1.1)
+    axes[0, 0].set_ylim(0, 1.1 if key == "reward" else None)
     for axis in axes[1]:
         axis.set_xlabel("step")
     figure.suptitle(title)
-    figure.savefig(run.directory / "reward.png", dpi=120)
+    figure.savefig(run.directory / picture(panels), dpi=120)
     pyplot.close(figure)

@@ -1,7 +1,9 @@
 """The RL run: GRPO on an agent's episodes, training a LoRA adapter and shipping nothing else.
 
     python train.py --rank 8                         the default: a tiny wiki-search agent, minutes
+    python train.py --full --lr 1.5e-4               every weight instead, for comparison (full.py)
     python train.py --config my.toml --steps 50      any field below, from a file and as a flag
+    python train.py --init-adapter runs/x/adapter    go on from an adapter, such as one of sft.py
     python train.py --output runs/x --resume         go on where a run stopped, bit for bit
 
 One step, numbered as in the README's figure:
@@ -21,13 +23,15 @@ Axes: P prompts (groups), G samples per group, S sequences, T tokens.
 """
 
 import asyncio
+import copy
 import errno
 import random
 import signal
 import sys
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,15 +40,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from broadcast import list_published, publish, retire
+from broadcast import list_published, load_adapter, publish, read_adapter, retire, save_adapter
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, VLLM_RANKS, Config, check_config, parse_config
 from environments import load_environment
+from full import check_finite, trainable
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
-from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
 from model import Qwen3
+from quant import quantize_base
 from rollout import Request, TorchEngine, Trajectory, VLLMEngine, derive_seed, run_groups
 from run import (
+    PANELS,
     Run,
     append_row,
     cut_back,
@@ -54,6 +61,7 @@ from run import (
     run_name,
     sample_row,
     save_checkpoint,
+    shows_group,
     step_line,
 )
 
@@ -66,6 +74,7 @@ SHIPPED_DATA = {
     },
     "math_qa": {"questions": ASSETS / "math_qa.jsonl"},
 }
+REFERENCE = "reference"  # the frozen copy of --init-adapter, by its name among the adapters
 # Largest difference of a logprob between trainer and sampler that rounding explains, see
 # experiments/mismatch.md.
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
@@ -95,6 +104,7 @@ class Batch:
     mask: Tensor  # (S, T-1) whether token t + 1 was sampled
     sampler_logprobs: Tensor  # (S, T-1)
     advantages: Tensor  # (S,)
+    trajectories: list[Trajectory]  # S of them
 
 
 def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
@@ -114,12 +124,28 @@ def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) ->
             sampler_logprobs[row, :n] = torch.tensor(trajectory.logprobs)
         advantages = torch.tensor([advantage for _, advantage in chosen], dtype=torch.float32)
         tensors = (ids, mask[:, 1:], sampler_logprobs[:, 1:], advantages)
-        batches.append(Batch(*(tensor.to(device) for tensor in tensors)))
+        trajectories = [trajectory for trajectory, _ in chosen]
+        batches.append(Batch(*(tensor.to(device) for tensor in tensors), trajectories))
     return batches
 
 
-def loss_and_backward(model, batches: list[Batch], denominator: int, config: Config) -> dict:
-    """Stage 4 over all micro-batches: gradients are left on the adapter, metrics returned."""
+@contextmanager
+def reference_policy(model: Qwen3, frozen: Qwen3 | None = None) -> Iterator[Qwen3]:
+    """Inside, what it yields computes as the reference: the frozen copy of full fine-tuning; else
+    the model with the adapter off, or as the adapter that the run started from had it."""
+    if frozen is not None:
+        yield frozen
+        return
+    started_from_one = REFERENCE in model.lora_selection.names
+    with use_adapters(model, [(REFERENCE, None)] if started_from_one else []):
+        yield model
+
+
+def loss_and_backward(
+    model, batches: list[Batch], denominator: int, config: Config, frozen: Qwen3 | None = None
+) -> dict:
+    """Stage 4 over all micro-batches: gradients are left on what is trained, the trainer's logprobs
+    on the trajectories; returns metrics."""
     seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
     loss_sum = clipped = 0.0
     for number, batch in enumerate(batches):
@@ -130,8 +156,8 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
         clipped += counts["clipped_low"] + counts["clipped_high"]
         # Without a KL loss one micro-batch, of middling length, serves as the metric.
         if config.kl > 0 or number == len(batches) // 2:
-            with adapter_disabled(model), torch.no_grad():
-                reference, _ = model.token_logprobs(batch.ids, batch.mask, config.temperature)
+            with reference_policy(model, frozen) as policy, torch.no_grad():
+                reference, _ = policy.token_logprobs(batch.ids, batch.mask, config.temperature)
             seen["policy"].append(logprobs.detach()[batch.mask])
             seen["reference"].append(reference[batch.mask])
         if config.kl > 0:
@@ -139,6 +165,8 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
             loss = loss + config.kl * kl_loss(*arguments)
         loss.backward()
         loss_sum += loss.item()
+        for trajectory, row in zip(batch.trajectories, logprobs.tolist(), strict=True):
+            trajectory.trainer_logprobs = [0.0, *row][: len(trajectory.token_ids)]
         seen["trainer"].append(logprobs.detach()[batch.mask])
         seen["sampler"].append(batch.sampler_logprobs[batch.mask])
         seen["entropy"].append(entropy[batch.mask])
@@ -157,7 +185,7 @@ def loss_and_backward(model, batches: list[Batch], denominator: int, config: Con
 
 def optimizer_step(model, optimizer, step: int, config: Config) -> float:
     """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
-    parameters = {n: p for n, p in lora_parameters(model).items() if p.grad is not None}
+    parameters = {n: p for n, p in trainable(model).items() if p.grad is not None}
     for name, parameter in parameters.items():
         if not torch.isfinite(parameter.grad).all():
             raise RuntimeError(
@@ -171,22 +199,33 @@ def optimizer_step(model, optimizer, step: int, config: Config) -> float:
     return norm
 
 
-def self_check(model, trajectories: list[Trajectory], config: Config) -> str:
-    """Before the first step: the new adapter changes nothing, and trainer and sampler agree."""
+def self_check(
+    model, trajectories: list[Trajectory], config: Config, frozen: Qwen3 | None = None
+) -> str:
+    """Before the first step: the policy is its reference, and trainer and sampler agree."""
     batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
+    model.eval()  # no dropout, as in the reference and in the sampler
     with torch.no_grad():
         logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
-        with adapter_disabled(model):
-            base, _ = model.token_logprobs(batch.ids, batch.mask)
-    if not torch.equal(logprobs, base):
-        raise RuntimeError("the new adapter, whose B is zero, changes the model")
+        with reference_policy(model, frozen) as policy:
+            reference, _ = policy.token_logprobs(batch.ids, batch.mask)
+    model.train()
+    start = "new adapter changes no bit"
+    if config.full or config.init_adapter:
+        start = f"{'model' if config.full else 'adapter'} is its frozen copy"
+    if not torch.equal(logprobs, reference):
+        raise RuntimeError(f"self-check, the {start}: not so, policy and reference differ")
     largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
     if largest > MISMATCH_BOUND[config.dtype]:
         raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
-    return (
-        "self-check: the new adapter changes no bit; trainer and sampler differ by at most "
-        f"{largest:.0e} a logprob"
-    )
+    return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
+
+
+def outcome_of(environment, episode: Trajectory) -> str:
+    """What became of an episode, in words."""
+    if episode.finish_reason != "answered":
+        return f"no answer: {episode.finish_reason}"
+    return environment.outcome(episode.task, episode.messages)
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -205,16 +244,25 @@ class Trainer:
     held_out: Any  # the environment of the held-out questions
     tokenizer: Tokenizer
     model: Qwen3
-    lora: LoRAConfig
+    lora: LoRAConfig | None  # None: full fine-tuning, there is no adapter
     optimizer: torch.optim.Optimizer
     engine: TorchEngine | VLLMEngine | None  # None: vLLM, not yet started
     run: Run
-    adapter: str = ""  # the version that samples, by the name under which the engine has it
+    frozen: Qwen3 | None = None  # the reference of full fine-tuning
+    adapter: str | None = None  # the version that samples, by the engine's name for it
     published: Path | None = None  # and by its directory
     probed: list[tuple] = field(default_factory=list)  # what each server sampled, and our logprobs
 
     def publish(self) -> None:
-        """Ships version run.step: writes its directory, loads it, retires the version before."""
+        """Ships version run.step: writes its directory, loads it, retires the version before.
+
+        Without an adapter the engine samples the trained weights themselves, and nothing is
+        shipped; keys and values that the weights before computed are forgotten.
+        """
+        if self.lora is None:
+            check_finite(self.model)
+            self.engine.drop_cache()
+            return
         broadcasts = self.run.directory / "broadcasts" / f"attempt_{self.run.attempt}"
         path = publish(self.model, self.lora, broadcasts, self.run.step, self.config.model)
         name = f"{self.run.run_id}-{self.run.attempt}-{self.run.step}"
@@ -295,21 +343,16 @@ class Trainer:
         tasks = self.held_out.eval[: self.config.eval_size]
         groups = await self.play(self.held_out, tasks, 1, 0.0, "evaluating")
         episodes = [group[0] for group in groups]
-        outcomes = Counter(
-            self.held_out.outcome(episode.task, episode.messages)
-            if episode.finish_reason == "answered"
-            else f"no answer: {episode.finish_reason}"
-            for episode in episodes
-        )
+        outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
         reward = sum(episode.reward for episode in episodes) / len(episodes)
         return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
 
 
-def load_environments(config: Config) -> tuple[Any, Any]:
+def load_environments(config) -> tuple[Any, Any]:
     """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
     files = dict(SHIPPED_DATA[config.environment])
     for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
-        if getattr(config, name):
+        if getattr(config, name, ""):
             files[name] = getattr(config, name)
             if name != "eval_corpus":  # what is held out of other data is not in the shipped files
                 files.pop("eval_corpus", None)
@@ -326,55 +369,111 @@ def load_environments(config: Config) -> tuple[Any, Any]:
     return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
 
 
+def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
+    for task in tasks:
+        length = len(tokenizer.prompt_ids(environment, task))
+        if length >= max_length:
+            raise ValueError(
+                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
+                f"{max_length}; raise --max-length"
+            )
+
+
 def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     environment, held_out = load_environments(config)
     tokenizer = load_tokenizer(config.model)
-    for surroundings, task in [
-        *((environment, task) for task in environment.train),
-        *((held_out, task) for task in held_out.eval[: config.eval_size]),
-    ]:
-        length = len(tokenizer.prompt_ids(surroundings, task))
-        if length >= config.max_length:
-            raise ValueError(
-                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
-                f"{config.max_length}; raise --max-length"
-            )
+    check_prompts(tokenizer, environment, environment.train, config.max_length)
+    check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
+    model, lora, optimizer, size = load_policy(config)
+    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
+    if config.init_adapter:
+        resumed = config.resume and started_from.is_dir()
+        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+    engine = None  # vLLM starts when the run has a directory for its log
+    if config.engine == "torch":
+        engine = TorchEngine(model, config.slots, config.max_length)
+    heading = (
+        f"{config.environment}: {len(environment.train)} questions to train on, "
+        f"{len(held_out.eval[: config.eval_size])} held out"
+    )
+    frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
+    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
+    parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    return Trainer(*parts, frozen=frozen)
+
+
+def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
+    """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
+    trained, the base's size."""
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
-
+    if config.quantize == "nf4":
+        quantize_base(model)
     torch.manual_seed(config.seed)
-    lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
-    names = inject_lora(model, lora)
+    lora = None
+    if not config.full:
+        lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
+        inject_lora(model, lora)
     # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
-    parameters = lora_parameters(model)
+    parameters = trainable(model)
     optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
         raise RuntimeError("the optimizer's parameters are not those that require gradients")
-    engine = None
-    if config.engine == "torch":
-        engine = TorchEngine(model, config.slots, config.max_length)
+    return model, lora, optimizer, base_parameters
 
-    run = load_checkpoint(open_run(config, run_name(config)), model, optimizer)
+
+def start_from(model, lora: LoRAConfig, directory: Path) -> None:
+    """Loads an adapter into the trainable one, and a frozen copy of it beside: the reference.
+
+    Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.
+    """
+    found, tensors = read_adapter(directory)
+    targets = {name.split(".")[-3] for name in lora_parameters(model)}
+    for flag, ours, its in (
+        ("--rank", lora.rank, found.rank),
+        ("--alpha", lora.alpha, found.alpha),
+        ("--target-modules", " ".join(sorted(targets)), " ".join(sorted(found.target_modules))),
+    ):
+        if ours != its:
+            raise ValueError(f"{directory}: an adapter with {flag} {its}, not {ours}; set {flag}")
+    load_adapter(model, directory)
+    add_adapter(model, REFERENCE, found, tensors)
+
+
+def start_run(
+    config, name: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
+) -> Run:
+    """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
+    run = open_run(config, name)
+    reference = run.directory / "reference"
+    if getattr(config, "init_adapter", "") and not reference.is_dir():
+        save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
+    run = load_checkpoint(run, model, optimizer)
     for name in ("metrics.jsonl", "samples.jsonl"):
         cut_back(run.directory / name, run.step)
     for attempt in (run.directory / "broadcasts").glob("attempt_*"):
         for path in list_published(attempt):
             retire(path)  # left by an attempt that died
+    adapter = lora_parameters(model)
     run.base_parameters = base_parameters
-    run.adapter_parameters = sum(parameter.numel() for parameter in parameters.values())
+    run.adapter_parameters = sum(p.numel() for p in adapter.values())
+    trained = "all trained"
+    if not config.full:
+        trained = (
+            f"frozen{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
+            f"{run.adapter_parameters:,} ({run.adapter_parameters / base_parameters:.1%}) in "
+            f"{len(adapter) // 2} adapters of rank {config.rank}"
+        )
     print(
-        f"{config.environment}: {len(environment.train)} questions to train on, "
-        f"{len(held_out.eval[: config.eval_size])} held out\n"
-        f"{config.model}: {run.base_parameters:,} parameters, frozen; {run.adapter_parameters:,} "
-        f"({run.adapter_parameters / run.base_parameters:.1%}) in {len(names)} adapters of rank "
-        f"{config.rank}\n"
+        f"{heading}\n"
+        f"{config.model}: {base_parameters:,} parameters, {trained}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
         flush=True,
     )
-    return Trainer(config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    return run
 
 
 async def start_vllm(trainer: Trainer, stack: AsyncExitStack) -> None:
@@ -422,7 +521,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
         await trainer.probe()
         if not run.eval_before:
             run.eval_before, episodes = await trainer.evaluate()
-            print(self_check(model, episodes[:16], config))
+            print(self_check(model, episodes[:16], config, trainer.frozen))
             print(f"held out before training: {run.eval_before['reward']:.3f}", flush=True)
         while run.step < config.steps:
             step, eval_reward = run.step + 1, None
@@ -451,7 +550,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             episodes = [episode for group in groups for episode in group]
             sampled = sum(sum(episode.loss_mask) for episode in episodes)
             batches = micro_batches(pairs, config.micro_tokens, config.device)
-            metrics = loss_and_backward(model, batches, sampled, config)
+            metrics = loss_and_backward(model, batches, sampled, config, trainer.frozen)
             # 5 step
             metrics["grad_norm"] = optimizer_step(model, trainer.optimizer, run.step, config)
             clock.append(time.monotonic())
@@ -477,8 +576,11 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             }
             run.seconds += row["seconds"]
             append_row(run.directory / "metrics.jsonl", row)
-            for episode, advantage in pairs[:2]:
-                append_row(run.directory / "samples.jsonl", sample_row(run, episode, advantage))
+            # Two episodes to read, at times their whole group; a step that trained on none, too.
+            read = pairs or [(episode, 0.0) for episode in groups[0]]
+            for episode, advantage in read[: config.group_size if shows_group(step) else 2]:
+                sample = sample_row(run, episode, advantage, outcome_of(environment, episode))
+                append_row(run.directory / "samples.jsonl", sample)
             whole = True
             print(step_line(row, run, config), flush=True)
             if row["mismatch_max"] > MISMATCH_BOUND[config.dtype]:
@@ -498,23 +600,28 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
         # await, so before stage 2; what fails in stage 6 leaves the last checkpoint as it is.
         if whole:
             seconds = time.monotonic() - started
-            finish(run, model, trainer.lora, trainer.optimizer, config, seconds)
+            finish(run, model, trainer.lora, trainer.optimizer, config, seconds, PANELS)
 
 
 def main(arguments: list[str]) -> None:
-    """What a user can mend is one line, and Ctrl-C or SIGTERM saves what there is."""
+    run_command("train.py", train, Config, arguments)
 
-    async def until_signal(config: Config) -> None:
+
+def run_command(program: str, job: Callable, kind: type, arguments: list[str]) -> None:
+    """Runs `await job(config)`, config of the dataclass `kind`: what a user can mend is one line,
+    and Ctrl-C or SIGTERM cancels the job at an await, so that it can save what there is."""
+
+    async def until_signal(config) -> None:
         task = asyncio.current_task()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await train(config)
+        await job(config)
 
     try:
-        asyncio.run(until_signal(parse_config(arguments)))
+        asyncio.run(until_signal(parse_config(arguments, kind)))
     except (ValueError, RuntimeError, ArithmeticError, ImportError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "; make room, then go on with --output and --resume" if full else ""
-        raise SystemExit(f"train.py: {error}{hint}") from None
+        raise SystemExit(f"{program}: {error}{hint}") from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise SystemExit(130) from None
 

@@ -1,7 +1,7 @@
 """Makes assets/tiny-qwen3, a Qwen3 of 0.9M parameters, and assets/tiny-wiki, its corpus.
 
     python assets/make_tiny_qwen3.py              all of it: about 10 minutes on two cores
-    python assets/make_tiny_qwen3.py --data-only  corpus, questions, tokenizer: seconds
+    python assets/make_tiny_qwen3.py --data-only  the wiki's files and the tokenizer: seconds
 
 The base model is trained from scratch on demonstrations of searching the wiki (wiki.py), of which
 three in five have a flaw. What it has to learn is the form, and to copy: names go from question to
@@ -40,6 +40,7 @@ sys.path[:0] = [str(ASSETS.parent), str(ASSETS)]
 import wiki  # noqa: E402
 
 from chat import load_tokenizer  # noqa: E402
+from environments import tool_schema  # noqa: E402
 from environments.wiki_search import SYSTEM_PROMPT, WikiSearch  # noqa: E402
 from model import Qwen3, Qwen3Config  # noqa: E402
 from rollout import TorchEngine, run_groups  # noqa: E402
@@ -47,6 +48,7 @@ from rollout import TorchEngine, run_groups  # noqa: E402
 MODEL, WIKI = ASSETS / "tiny-qwen3", ASSETS / "tiny-wiki"
 RESULTS = 3  # pages that a search shows
 EVAL_PER_KIND = 22  # held-out questions of each of the twelve kinds
+DEMONSTRATIONS_PER_KIND = 20  # for supervised fine-tuning
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -117,7 +119,8 @@ def questions(world: wiki.World, prefix: str, rng: random.Random, per_kind=None)
 
 
 def write_wiki(seed: int) -> None:
-    """Two worlds that share no name: one to train on, one to be evaluated in."""
+    """Two worlds that share no name: one to train on, one to be evaluated in; questions about each,
+    and sound demonstrations of how to answer some of them."""
     rng = random.Random(f"wiki {seed}")
     train, held_out = wiki.make_world(rng, False), wiki.make_world(rng, True)
     WIKI.mkdir(parents=True, exist_ok=True)
@@ -125,6 +128,21 @@ def write_wiki(seed: int) -> None:
     write_rows(WIKI / "eval_corpus.jsonl", held_out.corpus_rows())
     write_rows(WIKI / "questions.jsonl", questions(train, "train", rng))
     write_rows(WIKI / "eval_questions.jsonl", questions(held_out, "eval", rng, EVAL_PER_KIND))
+    write_rows(WIKI / "demonstrations.jsonl", sound_rows(train, rng, DEMONSTRATIONS_PER_KIND))
+    write_rows(WIKI / "eval_demonstrations.jsonl", sound_rows(held_out, rng, 4))
+
+
+def sound_rows(world: wiki.World, rng: random.Random, per_kind: int) -> list[dict]:
+    """Sound demonstrations in chat format, shuffled, `per_kind` of each kind: what sft.py reads."""
+    environment, rows = world_environment(world), []
+    tools = [tool_schema(tool) for tool in environment.tools]
+    for kind in wiki.KINDS:
+        for subject in rng.sample(world.subjects(kind), per_kind):
+            turns = wiki.demonstrate(world, subject, kind, "sound", rng)
+            messages = wiki.as_messages(environment, kind.wording.format(subject), turns)
+            rows.append({"messages": messages, "tools": tools})
+    rng.shuffle(rows)
+    return rows
 
 
 # --- tokenizer ------------------------------------------------------------------------------------

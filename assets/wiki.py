@@ -22,6 +22,7 @@ which behaviour pays is left to reinforcement learning.
 make_tiny_qwen3.py uses this file; nothing in it runs during RL.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -257,3 +258,22 @@ def as_tokens(tokenizer, environment, question: str, turns) -> tuple[list[int], 
             forced = tokenizer.tool_response_ids(results)
             ids, mask = ids + forced, mask + [0] * len(forced)
     return ids, mask
+
+
+def as_messages(environment, question: str, turns) -> list[dict]:
+    """The same demonstration in chat format, for sft.py: calls and results in OpenAI's form.
+
+    For well-formed turns, each a call or an answer.
+    """
+    messages = environment.prompt(Task("", question, ""))
+    for number, turn in enumerate(turns, start=1):
+        calls = [json.loads(call) for call in parse_tool_calls(turn)]
+        if not calls:
+            messages.append({"role": "assistant", "content": turn})
+        for call in calls:
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            made = {"id": f"call_{number}", "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": None, "tool_calls": [made]})
+            result = answer_call(environment.tools, json.dumps(call))
+            messages.append({"role": "tool", "tool_call_id": made["id"], "content": result})
+    return messages

@@ -1,4 +1,4 @@
-"""Twenty bugs of one line each, and the tests that notice them.
+"""Bugs of one line each, and the tests that notice them.
 
     python tests/mutations.py            all of them, in a few minutes
     python tests/mutations.py 3 17       some of them
@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "B not zero at the start",
         "lora.py",
-        "B = torch.zeros(rows, config.rank,",
-        "B = torch.ones(rows, config.rank,",
+        "B = torch.zeros(*experts, rows, config.rank,",
+        "B = torch.ones(*experts, rows, config.rank,",
         "test_lora.py::test_a_fresh_adapter_changes_not_a_bit",
     ),
     Mutation(
@@ -67,6 +67,20 @@ MUTATIONS = (
         "y[rows] = y[rows] + self.update(name, x[rows])",
         "y[rows] = y[rows] + self.update(segments[0][0], x[rows])",
         "test_lora.py::test_every_row_gets_the_adapter_of_its_segment_and_the_rest_the_base",
+    ),
+    Mutation(
+        "the adapter of one row's experts acts on those of every row",
+        "lora.py",
+        "pairs.of(rows)",
+        "pairs.of(slice(None))",
+        "test_experts.py::test_every_row_gets_the_experts_of_its_adapter_and_the_rest_the_base",
+    ),
+    Mutation(
+        "an expert's output goes back to another token",
+        "experts.py",
+        "pairs)[order.argsort()]",
+        "pairs)[order]",
+        "test_experts.py::test_the_mixture_is_the_loop_over_tokens_and_experts",
     ),
     Mutation(
         "rotary embedding interleaved instead of half-split",
@@ -161,6 +175,20 @@ MUTATIONS = (
         "a_reader_sees_the_old_version_or_the_new",
     ),
     Mutation(
+        "the two codes of a byte change places",
+        "quant.py",
+        "codes[:, 0] << 4 | codes[:, 1]",
+        "codes[:, 1] << 4 | codes[:, 0]",
+        "test_quant.py::test_every_code_is_the_nearest_and_the_error_has_its_bound",
+    ),
+    Mutation(
+        "autograd keeps every dequantised weight",
+        "quant.py",
+        "return FrozenProduct.apply(x, self)",
+        "return F.linear(x, self.weight, self.bias)",
+        "test_quant.py::test_only_packed_storage_is_kept_and_nothing_is_saved_for_the_backward_pass",
+    ),
+    Mutation(
         "the optimizer holds other parameters than the adapter's",
         "train.py",
         "torch.optim.Adam(parameters.values(),",
@@ -168,11 +196,53 @@ MUTATIONS = (
         "test_train.py::test_the_optimizer_holds_the_adapter_and_the_adapter_alone",
     ),
     Mutation(
+        "temperature missing in the gradient of a trained head",
+        "model.py",
+        "upstream = upstream / ctx.temperature",
+        "upstream = upstream / 1.0",
+        "test_model.py::test_token_logprobs_equal_the_naive_log_softmax",
+    ),
+    Mutation(
+        "full fine-tuning samples from keys and values of the weights before",
+        "train.py",
+        "            self.engine.drop_cache()\n            return",
+        "            return",
+        "test_full.py::test_keys_and_values_of_the_weights_before_serve_nobody",
+    ),
+    Mutation(
+        "the reference of full fine-tuning is trained along",
+        "train.py",
+        "frozen = copy.deepcopy(model).requires_grad_(False)",
+        "frozen = model",
+        "test_full.py::test_every_weight_moves_and_the_reference_does_not",
+    ),
+    Mutation(
         "a resumed run forgets the optimizer's moments",
         "run.py",
         '        optimizer.load_state_dict(state["optimizer"])\n',
         "",
         "test_train.py::test_a_run_made_longer_is_the_long_run",
+    ),
+    Mutation(
+        "a run from an adapter has the base for its reference",
+        "train.py",
+        "[(REFERENCE, None)] if started_from_one else []",
+        "[]",
+        "test_train.py::test_a_run_from_an_adapter_starts_as_it_and_refers_to_it",
+    ),
+    Mutation(
+        "a demonstration never says its end of turn",
+        "chat.py",
+        "return [*ids, self.end_of_turn_id]",
+        "return ids",
+        "test_sft.py::test_loss_is_on_what_the_assistant_says_and_its_end_of_turn",
+    ),
+    Mutation(
+        "the assistant's messages in a prompt carry loss",
+        "sft.py",
+        "if turn < context:",
+        "if False:",
+        "test_sft.py::test_of_a_prompt_nothing_carries_loss_and_texts_are_messages",
     ),
 )
 

@@ -54,8 +54,9 @@ def names_in(file: str) -> set[str]:
 
 
 def test_no_name_of_the_evaluation_occurs_in_training():
-    train = names_in("corpus.jsonl") | names_in("questions.jsonl")
-    held_out = names_in("eval_corpus.jsonl") | names_in("eval_questions.jsonl")
+    files = ("corpus.jsonl", "questions.jsonl", "demonstrations.jsonl")
+    train = set().union(*map(names_in, files))
+    held_out = set().union(*(names_in(f"eval_{file}") for file in files))
     assert len(train) > 100 and len(held_out) > 100
     assert all(wiki.held_out(*name.split(" ")) for name in held_out)
     assert not any(wiki.held_out(*name.split(" ")) for name in train)

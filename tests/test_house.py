@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for path in ROOT.glob("*.py")) + sorted((ROOT / "environments").glob("*.py"))
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
 ENVIRONMENTS = sorted((ROOT / "environments").glob("*.py"))
 OURS = {path.stem for path in FILES} - {"__init__"} | {"environments"}
 BESIDE = {"tools", "experiments", "benchmarks", "tests", "tiny", "assets", "configs", "wiki"}
@@ -52,17 +53,18 @@ def test_grpo_imports_torch_alone():
     assert imports(parsed("grpo.py")) - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_model_knows_nothing_of_ours():
-    assert not imports(parsed("model.py")) & OURS
+def test_the_model_knows_its_experts_alone():
+    assert imports(parsed("model.py")) & OURS == {"experts"}
+    assert imports(parsed("experts.py")) - set(sys.stdlib_module_names) == {"torch"}
 
 
 def test_lora_knows_no_model_but_for_its_command_line():
     tree = parsed("lora.py")
-    assert not imports(tree, at_start=True) & OURS
+    assert imports(tree, at_start=True) & OURS == {"experts"}
     inside = {
         node.name: imports(node) & OURS for node in tree.body if isinstance(node, ast.FunctionDef)
     }
-    assert {name: found for name, found in inside.items() if found} in ({}, {"main": {"model"}})
+    assert {name: found for name, found in inside.items() if found} == {"main": {"model"}}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,9 @@ def test_lora_knows_no_model_but_for_its_command_line():
                 "environments",
             },
         ),
+        ("quant.py", OURS),
         ("engine.py", OURS - {"broadcast", "lora", "model"}),
+        ("full.py", OURS - {"lora", "model", "experts"}),
         ("rollout.py", {"grpo", "train", "run", "config"}),
         ("config.py", {"rollout", "engine", "chat", "train", "run", "model", "broadcast"}),
         ("run.py", {"rollout", "engine", "chat", "grpo", "train", "model", "environments"}),
@@ -130,7 +134,7 @@ def test_only_the_run_knows_the_run():
 def test_every_package_that_is_imported_is_required():
     required = (ROOT / "requirements.txt").read_text().lower()
     brought_along = {"huggingface_hub", "tqdm", "pyarrow", "matplotlib"}
-    for path in FILES:
+    for path in FILES + TOOLS:
         for name in installed(imports(parsed(path.relative_to(ROOT))) - BESIDE) - brought_along:
             assert re.search(rf"^{name}\b", required, re.MULTILINE), f"{path.name}: {name}"
 
@@ -274,7 +278,7 @@ def undocumented(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES + TOOLS, ids=lambda path: path.stem)
 def test_what_is_public_and_not_tiny_says_what_it_does(path):
     tree = parsed(path.relative_to(ROOT))
     assert ast.get_docstring(tree), "a file begins with its one idea"
@@ -288,7 +292,7 @@ def test_an_undocumented_function_is_found():
     assert undocumented(ast.parse(f"def _f():\n{body}")) == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES + TOOLS, ids=lambda path: path.stem)
 def test_no_error_is_swallowed(path):
     """No bare except, and none that passes over everything."""
     for node in ast.walk(parsed(path.relative_to(ROOT))):

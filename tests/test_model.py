@@ -20,6 +20,7 @@ from tiny import (
     tiny_model,
     tiny_tokens,
 )
+from torch.overrides import TorchFunctionMode
 
 from model import HeadLogprobs, KVCache, Qwen3, Qwen3Config
 
@@ -33,6 +34,9 @@ def reference_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
 
     def norm(x, weight):
         return x / math.sqrt(float(x @ x) / len(x) + c.rms_norm_eps) * weight
+
+    def head_norm(x, name):  # Qwen2 has none
+        return norm(x, w[name]) if name in w else x
 
     def linear(x, name):
         return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
@@ -52,13 +56,13 @@ def reference_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
             q, k, v = (
                 linear(normed, f"{at}.self_attn.{p}_proj").view(-1, c.head_dim) for p in "qkv"
             )
-            q_norm, k_norm = (w[f"{at}.self_attn.{p}_norm.weight"] for p in "qk")
-            keys.append([rotated(norm(head, k_norm), t) for head in k])
+            q_norm, k_norm = (f"{at}.self_attn.{p}_norm.weight" for p in "qk")
+            keys.append([rotated(head_norm(head, k_norm), t) for head in k])
             values.append(v)
             out = []
             for h, head in enumerate(q):
                 kv = h * c.num_key_value_heads // c.num_attention_heads
-                query = rotated(norm(head, q_norm), t) / math.sqrt(c.head_dim)
+                query = rotated(head_norm(head, q_norm), t) / math.sqrt(c.head_dim)
                 weights = torch.stack([key[kv] @ query for key in keys]).softmax(0)
                 out.append(sum(weight * value[kv] for weight, value in zip(weights, values)))  # noqa: B905
             x = x + linear(torch.cat(out), f"{at}.self_attn.o_proj")
@@ -164,10 +168,11 @@ def chunks_of(elements: int):
         HeadLogprobs.CHUNK_ELEMENTS = before
 
 
-def trainable(model: Qwen3) -> list[torch.Tensor]:
-    """The parameters of the layers; embedding and head stay frozen."""
-    model.model.layers.requires_grad_(True)
-    return list(model.model.layers.parameters())
+def trainable(model: Qwen3, everything: bool = False) -> list[torch.Tensor]:
+    """The parameters of the layers; embedding and head stay frozen, unless everything trains."""
+    trained = model if everything else model.model.layers
+    trained.requires_grad_(True)
+    return list(trained.parameters())
 
 
 def random_mask(S: int, T: int, seed: int) -> torch.Tensor:
@@ -180,11 +185,15 @@ def random_mask(S: int, T: int, seed: int) -> torch.Tensor:
     T=st.integers(2, 10),
     temperature=st.sampled_from([0.5, 1.0, 1.3]),
     elements=st.sampled_from([1, 60, 1 << 25]),  # one token a chunk, a few, all
+    everything=st.booleans(),
     seed=seeds,
 )
-def test_token_logprobs_equal_the_naive_log_softmax(config, S, T, temperature, elements, seed):
+def test_token_logprobs_equal_the_naive_log_softmax(
+    config, S, T, temperature, elements, everything, seed
+):
+    """In value and in every gradient; the head's own too (tied or not), where it is trained."""
     model, ids = tiny_model(config, seed), tiny_tokens(config, S, T, seed)
-    parameters, mask = trainable(model), random_mask(S, T - 1, seed)
+    parameters, mask = trainable(model, everything), random_mask(S, T - 1, seed)
     weights = torch.randn(S, T - 1, generator=torch.Generator().manual_seed(seed))
     everything = torch.log_softmax(model(ids)[:, :-1] / temperature, dim=-1)
     naive = everything.gather(-1, ids[:, 1:, None]).squeeze(-1) * mask
@@ -195,7 +204,8 @@ def test_token_logprobs_equal_the_naive_log_softmax(config, S, T, temperature, e
     close(logprobs, naive)
     close(entropy, naive_entropy)
     assert not entropy.requires_grad
-    gradients = torch.autograd.grad((logprobs * weights).sum(), parameters)
+    with chunks_of(1 if elements > 60 else 60):  # the backward pass keeps the chunks it began with
+        gradients = torch.autograd.grad((logprobs * weights).sum(), parameters)
     for gradient, expected in zip(gradients, naive_gradients, strict=True):
         close(gradient, expected, 1e-5 * float(expected.abs().max().clamp(min=1)))
 
@@ -226,14 +236,37 @@ def test_padding_changes_neither_logprobs_nor_gradients(config, T, pad, seed):
     close(plain[0][:1], alone.detach())
 
 
-def test_no_tensor_with_a_row_of_logits_is_kept_for_the_backward_pass():
+@pytest.mark.parametrize("everything", [False, True])
+def test_no_tensor_with_a_row_of_logits_is_kept_for_the_backward_pass(everything):
     config = tiny_config(vocab_size=997)
     model, ids = tiny_model(config), tiny_tokens(config, 2, 9)
-    trainable(model)
+    trainable(model, everything)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model.token_logprobs(ids, torch.ones(2, 8))
-    assert kept and all(997 not in shape for shape in kept)
+    wide = [tensor for tensor in kept if 997 in tensor.shape]
+    assert kept and len(wide) == everything  # the head itself, no copy of it
+    assert all(t.data_ptr() == model.head_weight.data_ptr() for t in wide)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_logits_are_made_a_chunk_at_a_time_forwards_and_backwards(everything):
+    config = tiny_config(vocab_size=997)
+    model, ids = tiny_model(config), tiny_tokens(config, 2, 9)
+    trainable(model, everything)
+    made = set()
+
+    class Shapes(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            result = function(*arguments, **options or {})
+            made.add(tuple(result.shape) if isinstance(result, torch.Tensor) else ())
+            return result
+
+    with chunks_of(3 * 997), Shapes():
+        logprobs, _ = model.token_logprobs(ids, torch.ones(2, 8))
+        logprobs.sum().backward()
+    rows = {math.prod(shape) // 997 for shape in made if 997 in shape}
+    assert rows - {12} == {1, 3}  # 16 tokens are five chunks of three and one; 12: the head itself
 
 
 def test_an_empty_mask_gives_zeros_and_zero_gradients():
@@ -250,11 +283,6 @@ def test_token_logprobs_refuses_what_it_cannot_do():
     model, ids = tiny_model(config), tiny_tokens(config, 2, 5)
     with pytest.raises(ValueError, match=r"mask \(2, 5\) must be \(S, T-1\)"):
         model.token_logprobs(ids, torch.ones(2, 5))
-    model.requires_grad_(True)
-    with pytest.raises(ValueError, match="frozen output head"):
-        model.token_logprobs(ids, torch.ones(2, 4))
-    with torch.no_grad():  # nothing to train: a model fresh from disk can be scored
-        model.token_logprobs(ids, torch.ones(2, 4))
 
 
 # --- the loader -----------------------------------------------------------------------------------
@@ -340,6 +368,7 @@ def test_the_dtype_is_the_checkpoints_or_the_callers(checkpoint):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_mrope": True}, "use_mrope True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -354,6 +383,21 @@ def test_a_config_that_is_not_computed_is_refused_by_name(checkpoint, change, na
     with pytest.raises(ValueError, match=named) as error:
         Qwen3.from_pretrained(checkpoint)
     assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("attention_bias", [True, False])
+def test_qwen2_has_a_bias_on_q_k_and_v_alone_and_no_norm_of_heads(attention_bias):
+    """Whatever attention_bias says: the setting is Qwen3's. A sliding window that is off is off."""
+    raw = config_json(tiny_config(model_type="qwen2", attention_bias=attention_bias))
+    raw |= {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 1}
+    del raw["head_dim"]
+    config = Qwen3Config.from_dict(raw)
+    assert config.head_dim == config.hidden_size // config.num_attention_heads
+    names = {name.partition("self_attn.")[2] for name in tiny_model(config).state_dict()} - {""}
+    assert names == {
+        *(f"{p}_proj.weight" for p in "qkvo"),
+        *(f"{p}_proj.bias" for p in "qkv"),
+    }
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers"])

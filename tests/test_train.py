@@ -36,7 +36,7 @@ import broadcast
 import train
 from config import Config, read_toml, to_toml
 from grpo import LOSSES
-from lora import LoRAConfig, inject_lora, lora_parameters
+from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters
 from rollout import Trajectory
 
 ROOT = Path(train.__file__).parent
@@ -53,13 +53,8 @@ def hashed(episode: Trajectory) -> float:
     return zlib.crc32(repr(episode.token_ids).encode()) / 2**32
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """The fields of a run of a second, and what it reads."""
-    directory = tmp_path_factory.mktemp("small")
-    for name, lines in (("questions", 12), ("eval_questions", 3)):
-        text = (WIKI / f"{name}.jsonl").read_text().splitlines(keepends=True)[:lines]
-        written(directory, f"{name}.jsonl", "".join(text))
+def one_layer_base(directory: Path) -> Path:
+    """The shipped checkpoint without its layers but the first."""
     base = directory / "one-layer"
     shutil.copytree(BASE, base)
     config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": 1}
@@ -68,8 +63,18 @@ def small(tmp_path_factory):
     tensors = safetensors.torch.load_file(base / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if ".layers." not in n or ".layers.0." in n}
     safetensors.torch.save_file(kept, base / "model.safetensors")
+    return base
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The fields of a run of a second, and what it reads."""
+    directory = tmp_path_factory.mktemp("small")
+    for name, lines in (("questions", 12), ("eval_questions", 3)):
+        text = (WIKI / f"{name}.jsonl").read_text().splitlines(keepends=True)[:lines]
+        written(directory, f"{name}.jsonl", "".join(text))
     return {
-        "model": str(base),
+        "model": str(one_layer_base(directory)),
         "questions": str(directory / "questions.jsonl"),
         "eval_questions": str(directory / "eval_questions.jsonl"),
         "eval_corpus": str(WIKI / "eval_corpus.jsonl"),
@@ -247,6 +252,16 @@ def test_a_row_of_metrics_has_every_column_and_versions_are_on_policy(straight):
     assert rows[0]["reference_kl"] == 0 < rows[-1]["reference_kl"]  # B = 0 at first, then not
 
 
+def test_samples_are_whole_groups_at_first_and_now_and_then_with_the_ratios_of_the_step(straight):
+    rows = rows_of(straight.output, "samples.jsonl")
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 2 + [3] * 2 + [4] * 4
+    for row in rows:
+        assert row["version"] == row["step"] - 1
+        assert row["outcome"] and len(row["log_ratios"]) == len(row["token_ids"])
+        assert max(map(abs, row["log_ratios"])) < 1e-4  # on-policy
+    assert len({row["question"] for row in rows if row["step"] == 4}) == 1
+
+
 def test_the_summary_has_every_key(straight):
     summary = json.loads((straight.output / "summary.json").read_text())
     promised = """eval_before eval_after seconds steps adapter_parameters base_parameters
@@ -262,7 +277,9 @@ def test_the_summary_has_every_key(straight):
 
 
 def test_the_last_lines_tell_how_to_load_the_adapter(straight):
-    peft, vllm = straight.printed.getvalue().splitlines()[-2:]
+    page, ask, _, peft, vllm = straight.printed.getvalue().splitlines()[-5:]
+    assert page.endswith(f"python tools/viewer.py {straight.output}")
+    assert ask.endswith(f"python tools/viewer.py --chat {straight.output / 'adapter'}")
     assert "PeftModel.from_pretrained(" in peft and str(straight.output / "adapter") in peft
     assert "vllm serve" in vllm and str(straight.output / "adapter") in vllm
 
@@ -324,6 +341,18 @@ def test_a_run_made_longer_is_the_long_run(tmp_path, small, straight):
     assert json.loads((output / "summary.json").read_text())["steps"] == 2
     again(output, "--steps", "4")
     assert_equal_runs(output, straight.output, 4)
+
+
+def test_a_run_on_a_quantised_base_made_longer_is_the_long_run(tmp_path, small, straight):
+    nf4 = small | {"quantize": "nf4"}
+    long = undisturbed(tmp_path / "long", nf4 | {"steps": 3})
+    output = go(tmp_path / "run", nf4, steps=2)
+    again(output, "--steps", "3")
+    assert_equal_runs(output, long.output, 3)
+    assert rows_of(output)[0] != rows_of(straight.output)[0]  # it is another policy
+    assert "BitsAndBytesConfig(load_in_4bit=True" in long.printed.getvalue()
+    assert "BitsAndBytesConfig" not in straight.printed.getvalue()
+    assert "quantize = 'nf4'" in refusal(["--output", output, "--resume", "--quantize", "none"])
 
 
 @pytest.fixture(scope="module")
@@ -392,6 +421,87 @@ def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, small, monk
     again(output)
     assert_equal_runs(output, straight.output, 4)
     assert [path.parent.name for path in live_versions(output)] == ["attempt_2"]
+
+
+# --- from an adapter on ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_from_it(tmp_path_factory, small, straight):
+    """A run from the adapter of another one, with all that could go wrong when it is resumed."""
+    adapter = straight.output / "adapter"
+    fields = small | {"init_adapter": str(adapter), "kl": 0.1, "steps": 3, "groups": 1}
+    return undisturbed(tmp_path_factory.mktemp("runs") / "on", fields), fields
+
+
+def test_a_run_from_an_adapter_starts_as_it_and_refers_to_it(
+    tmp_path, on_from_it, straight, monkeypatch
+):
+    seen, fields = on_from_it
+    adapter = straight.output / "adapter"
+    start, original = [], train.loss_and_backward
+
+    def spy(model, batches, *arguments):
+        with torch.no_grad():
+            mine = [model.token_logprobs(batch.ids, batch.mask)[0] for batch in batches]
+            with train.reference_policy(model):
+                its = [model.token_logprobs(batch.ids, batch.mask)[0] for batch in batches]
+            with train.use_adapters(model, []):
+                base = [model.token_logprobs(batch.ids, batch.mask)[0] for batch in batches]
+        start.append((mine, its, base))
+        return original(model, batches, *arguments)
+
+    monkeypatch.setattr(train, "loss_and_backward", spy)
+    output = go(tmp_path / "run", fields, steps=1)
+    ((mine, its, base),) = start
+    assert all(torch.equal(*pair) for pair in zip(mine, its, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(its, base, strict=True))
+    rows = rows_of(seen.output)
+    assert rows[:1] == rows_of(output) and rows[0]["reference_kl"] == 0 < rows[1]["reference_kl"]
+    assert "the adapter is its frozen copy" in seen.printed.getvalue()
+    # What it started from is kept, and stays as it was while the adapter moved on.
+    name = "adapter_model.safetensors"
+    assert (output / "reference" / name).read_bytes() == (adapter / name).read_bytes()
+    _, tensors = broadcast.read_adapter(adapter)
+    for layer, module in lora_layers(seen.trainer.model).items():
+        assert torch.equal(module.lora_B["reference"], tensors[f"{layer}.lora_B.weight"])
+        assert not torch.equal(module.lora_B["trainable"], tensors[f"{layer}.lora_B.weight"])
+
+
+def test_a_run_from_an_adapter_is_resumed_without_the_original(
+    tmp_path, on_from_it, straight, monkeypatch
+):
+    seen, fields = on_from_it
+    adapter, output = tmp_path / "adapter", tmp_path / "run"
+    shutil.copytree(straight.output / "adapter", adapter)
+    with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+        cancel_in(patch, step=2, group_size=4)
+        go(output, fields, init_adapter=str(adapter))
+    shutil.rmtree(adapter)
+    again(output)
+    assert_equal_runs(output, seen.output, 3)
+
+
+def test_dropout_disturbs_no_self_check_of_a_run_from_an_adapter(tmp_path, on_from_it):
+    _, fields = on_from_it
+    go(tmp_path / "run", fields, steps=1, dropout=0.5)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--rank", "4"], ["--rank 8, not 4"]),
+        (["--alpha", "8"], ["--alpha 32, not 8"]),
+        (["--target-modules", "q_proj"], ["--target-modules down_proj", "not q_proj"]),
+        (["--model", BASE], ["model.layers.1", "not in the file"]),
+        (["--init-adapter", "nowhere"], ["nowhere/adapter_config.json", "no such file"]),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path, small, straight, flags, words):
+    (tmp_path / "c.toml").write_text(to_toml(Config(**small)))
+    start = ["--config", tmp_path / "c.toml", "--init-adapter", straight.output / "adapter"]
+    message = refusal([*start, "--output", tmp_path / "run", *flags])
+    assert all(word in message for word in words) and not (tmp_path / "run").exists()
 
 
 # --- the stages -----------------------------------------------------------------------------------
@@ -492,9 +602,9 @@ def test_groups_of_equal_reward_are_skipped_but_counted_and_kept_for_the_kl(
         seen.append(groups)
         return groups
 
-    def spy(model, batches, denominator, config):
+    def spy(model, batches, denominator, config, frozen):
         seen.append((batches, denominator))
-        return loss_and_backward(model, batches, denominator, config)
+        return loss_and_backward(model, batches, denominator, config, frozen)
 
     monkeypatch.setattr(train, "run_groups", first_group_equal)
     monkeypatch.setattr(train, "loss_and_backward", spy)

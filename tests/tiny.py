@@ -9,8 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from experts import split_experts
 from lora import TRAINABLE, LoRAConfig, inject_lora, lora_layers, lora_parameters
-from model import Qwen3, Qwen3Config
+from model import MIXTURE_FIELDS, Qwen3, Qwen3Config
 
 seeds = st.integers(0, 10_000)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -34,6 +35,7 @@ def tiny_config(**overrides) -> Qwen3Config:
         "max_position_embeddings": 64,
         "rope_theta": 10_000.0,
     }
+    values["model_type"] = "qwen3_moe" if overrides.get("num_experts") else "qwen3"
     return Qwen3Config(**values | overrides)
 
 
@@ -51,6 +53,42 @@ def tiny_configs(draw) -> Qwen3Config:
         rope_theta=draw(st.sampled_from([100.0, 10_000.0, 5_000_000.0])),
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
+        model_type=draw(st.sampled_from(["qwen3", "qwen2"])),
+    )
+
+
+def tiny_moe_config(**overrides) -> Qwen3Config:
+    """Four experts, two a token, in both layers."""
+    values = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+    }
+    return tiny_config(**values | overrides)
+
+
+@st.composite
+def tiny_moe_configs(draw, dense_layers: bool = True) -> Qwen3Config:
+    """Sizes that grouped_mm takes and sizes that it does not; at least one layer with experts, and
+    all of them unless dense_layers."""
+    layers = draw(st.integers(1, 2))
+    # With a step of 2, layer 1 has experts and layer 0 has none.
+    step, dense = 1, ()
+    if dense_layers and layers == 2:
+        step, dense = draw(st.sampled_from([(1, ()), (2, ()), (1, (0,)), (1, (1,)), (2, (0,))]))
+    experts = draw(st.integers(2, 5))
+    return dataclasses.replace(
+        draw(tiny_configs()),
+        model_type="qwen3_moe",
+        hidden_size=draw(st.sampled_from([16, 18])),
+        num_hidden_layers=layers,
+        num_experts=experts,
+        num_experts_per_tok=draw(st.integers(1, experts)),
+        moe_intermediate_size=draw(st.sampled_from([6, 8])),
+        norm_topk_prob=draw(st.booleans()),
+        decoder_sparse_step=step,
+        mlp_only_layers=dense,
     )
 
 
@@ -85,7 +123,7 @@ def randomise_adapter(model: torch.nn.Module, seed: int = 0, size: float = 0.3) 
         for layer in lora_layers(model).values():
             if TRAINABLE in layer.lora_A:
                 A, B = layer.lora_A[TRAINABLE], layer.lora_B[TRAINABLE]
-                rank, in_size = A.shape
+                rank, in_size = A.shape[-2:]
                 A.copy_(torch.randn(A.shape, generator=generator) / in_size**0.5)
                 B.copy_(torch.randn(B.shape, generator=generator) * size / rank**0.5)
                 B.div_(layer.scaling[TRAINABLE])
@@ -106,9 +144,15 @@ def tiny_tokens(config: Qwen3Config, S: int, T: int, seed: int = 0) -> Tensor:
 
 def config_json(config: Qwen3Config, transformers: int = 5, **overrides) -> dict:
     """What transformers 4 or 5 writes into config.json."""
-    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+    kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "qwen3_moe": "Qwen3Moe"}[config.model_type]
+    raw = {"architectures": [f"{kind}ForCausalLM"], "hidden_act": "silu"}
     raw |= {"attention_dropout": 0.0, "use_sliding_window": False, "sliding_window": None}
     raw |= dataclasses.asdict(config)
+    if config.num_experts:
+        raw["mlp_only_layers"] = list(config.mlp_only_layers)
+    else:
+        others = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+        raw = {name: raw[name] for name in raw if name not in (*MIXTURE_FIELDS, *others)}
     if transformers == 5:
         raw["rope_parameters"] = {"rope_theta": raw.pop("rope_theta"), "rope_type": "default"}
         raw["dtype"] = raw.pop("torch_dtype")
@@ -122,6 +166,7 @@ def save_checkpoint(
     directory: Path, config: dict, tensors: dict[str, Tensor], shards: int = 1
 ) -> Path:
     """Writes a Hugging Face checkpoint: config.json and one safetensors file, or shards."""
+    tensors = {name: tensor.contiguous() for name, tensor in split_experts(tensors).items()}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     names = list(tensors)

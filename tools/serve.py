@@ -106,6 +106,7 @@ class Server:
         return {"object": "list", "data": [base, *adapters]}
 
     async def complete(self, body: dict) -> dict:
+        """One completion of one prompt of token ids, in the fields that VLLMEngine reads."""
         if body["model"] not in (self.name, *self.directories):
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         if (body.get("top_p", 1), body.get("top_k", 0), body.get("min_p", 0)) != (1, 0, 0):

@@ -1,0 +1,434 @@
+"""Supervised fine-tuning: the same adapter, the same run directory, demonstrations for rewards.
+
+    python sft.py --rank 8                               demonstrations of the miniature wiki
+    python sft.py --model Qwen/Qwen3-0.6B --data my.jsonl --max-length 4096
+    python train.py --init-adapter runs/.../adapter      and on by reinforcement learning
+
+A line of data is a conversation: {"messages": [...]} in OpenAI's chat format, calls of tools
+included, with "tools" (JSON schemas) where the assistant has any; or {"prompt": ..., "completion":
+...}, each a text or a list of messages. It becomes the token stream that an agent would have left,
+had it said the assistant's part (rollout.py's drawing):
+
+    tokens  system .. user .. assistant │ <call> .. <end> │ <tool_response> .. assistant │ 42 <end>
+    loss      0    0   0   0      0     │   1    1    1   │        0         0      0    │  1   1
+
+so a demonstration is a trajectory that nobody sampled, and supervised fine-tuning is `reinforce`
+with advantage 1: the loss of a step is -log pi, averaged over the assistant's tokens of its batch.
+Of a "prompt" nothing carries loss, an assistant's message in it neither.
+
+Left out on purpose: packing (conversations of similar length share a pass instead, which wastes
+little and lets none see another), truncation (a conversation that is too long is an error), weights
+of single messages, a learning-rate decay.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jinja2
+import torch
+from tqdm import tqdm
+
+from chat import Tokenizer, load_tokenizer
+from config import ASSETS, check_config
+from environments import ENVIRONMENTS, Source, Task, read_lines
+from lora import TARGETS
+from rollout import Completion, TorchEngine, Trajectory
+from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
+from train import (
+    Batch,
+    Trainer,
+    check_prompts,
+    load_environments,
+    load_policy,
+    micro_batches,
+    optimizer_step,
+    run_command,
+    start_run,
+    tasks_of_step,
+)
+
+SHIPPED_DATA = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
+SHIPPED_EVAL_DATA = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"
+HELD_OUT = 10  # without --eval-data every tenth conversation validates
+MAX_LISTED = 20  # bad lines that an error names
+PANELS = {
+    "loss": "loss, nats a token",
+    "eval_loss": "validation loss",
+    "entropy": "entropy",
+    "grad_norm": "gradient norm",
+}
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Trains a LoRA adapter on demonstrations and writes it as a PEFT directory."""
+
+    rank: int = 8
+    """Rank of the adapter on every target."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input, in training alone."""
+    target_modules: tuple[str, ...] = TARGETS
+    """Names of the adapted projections."""
+    full: bool = False
+    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
+    times smaller than an adapter's."""
+
+    model: str = str(ASSETS / "tiny-qwen3")
+    """Qwen3 checkpoint: a directory or a Hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen base; the adapter and the optimizer are always fp32."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
+    device: str = "cpu"
+    """Where to compute, e.g. cpu or cuda."""
+
+    data: str = ""
+    """Conversations (messages, tools; or prompt, completion): JSONL, parquet, or a Hub dataset; by
+    default demonstrations of the miniature wiki."""
+    eval_data: str = ""
+    """Conversations to validate on; without them every tenth of --data is held out."""
+    max_length: int = 512
+    """Tokens of a conversation; a longer one is an error."""
+
+    steps: int = 24
+    """Optimizer steps, one for each batch; conversations are reshuffled every epoch."""
+    batch_size: int = 16
+    """Conversations of a step."""
+    lr: float = 1.5e-3
+    """Learning rate of Adam, constant after the warm-up."""
+    warmup: int = 3
+    """Steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+    seed: int = 0
+    """A seed repeats its run exactly on the same machine."""
+    eval_every: int = 6
+    """Steps between validations; 0 for only before and after."""
+    save_every: int = 10
+    """Steps between checkpoints."""
+    micro_tokens: int = 4096
+    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
+
+    environment: Literal[("", *ENVIRONMENTS)] = ""
+    """Whose held-out questions are answered before and after, greedily: that of the default data;
+    of --data none, unless it is named here."""
+    eval_questions: str = ""
+    """Held-out questions of --environment; its own by default."""
+    corpus: str = ""
+    """wiki_search: pages that they are about; its own by default."""
+    search_results: int = 3
+    """wiki_search: pages that one search shows."""
+    eval_size: int = 264
+    """Held-out questions answered."""
+    max_turns: int = 10
+    """Turns of an episode; one that still calls a tool then has reward 0."""
+    max_new_tokens: int = 64
+    """Tokens of a turn."""
+    slots: int = 128
+    """Episodes that the engine samples at once."""
+
+    output: str = ""
+    """Directory of the run; by default a new one under runs/."""
+    resume: bool = False
+    """Go on with the run in --output; only --steps may differ."""
+
+
+# --- conversations to tokens ----------------------------------------------------------------------
+
+
+def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -> list[Trajectory]:
+    """The conversations of a file, in order.
+
+    Raises one ValueError that lists the lines which hold none, or one of more than `max_length`
+    tokens, by number (up to MAX_LISTED): they are mended or removed before anything is trained.
+    """
+    demonstrations, problems = [], []
+    for number, line in enumerate(read_lines(source), start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line) if isinstance(line, str) else line
+            demonstration = to_trajectory(row, tokenizer)
+            length = len(demonstration.token_ids)
+            if length > max_length:
+                raise ValueError(f"{length} tokens; --max-length is {max_length}")
+            demonstrations.append(demonstration)
+        except (ValueError, TypeError, RecursionError, jinja2.TemplateError) as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        total = len(problems) + len(demonstrations)
+        more = len(problems) - MAX_LISTED
+        listed = problems[:MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+        heading = f"{source}: {len(problems)} of {total} lines cannot be learned from"
+        raise ValueError("\n  ".join([heading, *listed]))
+    if not demonstrations:
+        raise ValueError(f"{source} is empty: expected lines of messages, or prompt and completion")
+    return demonstrations
+
+
+def to_trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
+    """A conversation as the token stream of an episode whose turns are given instead of sampled.
+
+    Loss (mask 1) is on what the model would have had to say: an assistant's text, its calls and
+    its end-of-turn token. Raises ValueError for what is no conversation.
+    """
+    messages, tools, context = conversation(row)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    asked = next((m["content"] for m in messages if m["role"] == "user"), "")
+    episode = Trajectory(Task("", asked, messages[-1]["content"]), None, 0, messages)
+    episode.add_forced(tokenizer.encode(tokenizer.render(messages[: turns[0]], tools)))
+    for turn, next_turn in zip(turns, [*turns[1:], None], strict=True):
+        spoken = tokenizer.spoken_ids(messages[turn])
+        if turn < context:
+            episode.add_forced(spoken)
+        else:
+            episode.add_sampled(Completion(spoken, [0.0] * len(spoken), "stop"))
+        if next_turn:
+            episode.add_forced(tokenizer.forced_ids(messages[turn + 1 : next_turn]))
+    episode.finish_reason = "answered"
+    return episode
+
+
+def conversation(row: Any) -> tuple[list[dict], list[dict], int]:
+    """Messages, tools, and how many of the messages are context, of which none carries loss."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, not {type(row).__name__}")
+    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+    row = {key: value for key, value in row.items() if value is not None}  # as parquet fills up
+    if "messages" in row and not row.keys() & {"prompt", "completion"}:
+        context, said = [], checked_messages(row["messages"], "assistant")
+    elif {"prompt", "completion"} <= row.keys() and "messages" not in row:
+        context = checked_messages(row["prompt"], "user")
+        said = checked_messages(row["completion"], "assistant")
+    else:
+        raise ValueError(f"expected messages, or prompt and completion; it has {', '.join(row)}")
+    messages, tools = [*context, *said], row.get("tools", [])
+    if messages[0]["role"] == "assistant":
+        raise ValueError("nothing stands before the assistant's first message")
+    if said[-1]["role"] != "assistant":
+        raise ValueError(f"the last message must be the assistant's, not the {said[-1]['role']}'s")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
+    ):
+        raise ValueError('tools must be a list of {"type": "function", "function": {...}}')
+    return messages, tools, len(context)
+
+
+def checked_messages(value: Any, role: str) -> list[dict]:
+    """A list of messages, or a text as one message of `role`; ready for the chat template."""
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list of messages, not {value!r:.60}")
+    return [checked_message(message) for message in value]
+
+
+def checked_message(message: Any) -> dict:
+    """A copy with text for content and with calls whose arguments are objects, as templates expect;
+    OpenAI writes them as a text of JSON."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a message must be an object, not {message!r:.60}")
+    message = {key: value for key, value in message.items() if value is not None}
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"role must be system, user, assistant or tool, not {role!r:.60}")
+    if calls and role != "assistant":
+        raise ValueError(f"only the assistant calls tools, not the {role}")
+    if not isinstance(content, str) and not (calls and content is None):
+        raise ValueError(f"the {role}'s content must be text, not {content!r:.60}")
+    if role == "assistant" and not (content or calls):
+        raise ValueError("the assistant says nothing")
+    message["content"] = content or ""
+    if calls:
+        message["tool_calls"] = [checked_call(call) for call in calls]
+    return message
+
+
+def checked_call(call: Any) -> dict:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f'a tool call must be {{"function": {{"name": ...}}}}, not {call!r:.60}')
+    arguments = function.get("arguments", {})
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments of {function['name']} must be an object, not {arguments!r}")
+    return call | {"function": function | {"arguments": arguments}}
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def loss_and_backward(model, batches: list[Batch], label: str = "") -> dict:
+    """-log pi, averaged over all tokens that carry loss; gradients are left on the adapter, if they
+    are enabled. How the tokens are split into batches changes nothing."""
+    denominator = sum(int(batch.mask.sum()) for batch in batches)
+    loss_sum = entropy_sum = 0.0
+    for batch in tqdm(batches, desc=label, leave=False, disable=None):
+        logprobs, entropy = model.token_logprobs(batch.ids, batch.mask)  # zero off the mask
+        loss = -logprobs.sum() / denominator
+        if torch.is_grad_enabled():
+            loss.backward()
+        loss_sum += loss.item()
+        entropy_sum += entropy.sum().item()
+    mean_entropy = entropy_sum / denominator
+    return {"loss": loss_sum, "entropy": mean_entropy, "tokens_trained": denominator}
+
+
+def in_batches(demonstrations: list[Trajectory], config: SFTConfig) -> list[Batch]:
+    pairs = [(demonstration, 1.0) for demonstration in demonstrations]  # advantage 1
+    return micro_batches(pairs, config.micro_tokens, config.device)
+
+
+@torch.no_grad()
+def validation_loss(model, demonstrations: list[Trajectory], config: SFTConfig) -> float:
+    """The loss on held-out conversations, without dropout."""
+    model.eval()
+    loss = loss_and_backward(model, in_batches(demonstrations, config), "validating")["loss"]
+    model.train()
+    return loss
+
+
+@torch.no_grad()
+def validation_samples(model, demonstrations: list[Trajectory], run: Run, device) -> list[dict]:
+    """Rows for samples.jsonl: what was demonstrated, and how probable the model now finds it."""
+    model.eval()
+    rows = []
+    for demonstration in demonstrations:
+        (batch,) = micro_batches([(demonstration, 1.0)], sys.maxsize, device)
+        logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
+        demonstration.logprobs = [0.0, *logprobs[0].tolist()]
+        rows.append(sample_row(run, demonstration, 1.0, "demonstration") | {"reward": None})
+    model.train()
+    return rows
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def load_data(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Conversations to train on, and conversations to validate on."""
+    data = read_demonstrations(config.data or SHIPPED_DATA, tokenizer, config.max_length)
+    held_out = config.eval_data or ("" if config.data else SHIPPED_EVAL_DATA)
+    if held_out:
+        return data, read_demonstrations(held_out, tokenizer, config.max_length)
+    if len(data) < 2:
+        raise ValueError(f"{config.data}: too few lines to hold any out; name --eval-data")
+    kept = [demonstration for number, demonstration in enumerate(data) if number % HELD_OUT]
+    return kept, data[::HELD_OUT]
+
+
+def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajectory]]:
+    """Everything that can be wrong is found here, before the run's directory is made."""
+    check_config(config)
+    if config.data and not config.environment and (config.eval_questions or config.corpus):
+        raise ValueError("--eval-questions and --corpus mean nothing without --environment")
+    tokenizer = load_tokenizer(config.model)
+    data, validation = load_data(config, tokenizer)
+    environment = held_out = engine = None
+    if config.environment or not config.data:
+        named = config.environment or "wiki_search"  # that of the default data
+        environment, held_out = load_environments(replace(config, environment=named))
+        check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
+    model, lora, optimizer, size = load_policy(config)
+    if config.max_length > model.config.max_position_embeddings:
+        raise ValueError(
+            f"--max-length {config.max_length} is more than the model's "
+            f"max_position_embeddings, {model.config.max_position_embeddings}"
+        )
+    if environment:
+        engine = TorchEngine(model, config.slots, config.max_length)
+    heading = (
+        f"{len(data)} conversations to train on ({config.steps * config.batch_size / len(data):.1f}"
+        f" epochs), {len(validation)} to validate on"
+    )
+    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
+    parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
+    return Trainer(*parts), data, validation
+
+
+def run_name(config: SFTConfig) -> str:
+    return f"sft-rank{config.rank}-seed{config.seed}"
+
+
+async def evaluate(trainer: Trainer, validation: list[Trajectory]) -> dict:
+    """The validation loss, and the greedy reward on held-out questions where there are any."""
+    result = {"loss": validation_loss(trainer.model, validation, trainer.config)}
+    if trainer.environment:
+        trainer.publish()
+        result |= (await trainer.evaluate())[0]
+    return result
+
+
+def step_line(row: dict, run: Run, config: SFTConfig) -> str:
+    held_out = "" if row["eval_loss"] is None else f"validation {row['eval_loss']:.4f}  "
+    return (
+        f"step {row['step']:3}/{config.steps}  loss {row['loss']:.4f}  {held_out}"
+        f"entropy {row['entropy']:.3f}  train {row['train_tokens_per_second']:,.0f} tok/s  "
+        f"{row['seconds']:.1f} s  ETA {run.eta(config.steps):.0f} s"
+    )
+
+
+async def train(config: SFTConfig) -> None:
+    """One run, from its first check to the last line that it prints."""
+    started = time.monotonic()
+    trainer, data, validation = set_up(config)
+    run, model, optimizer = trainer.run, trainer.model, trainer.optimizer
+    whole, step = True, run.step  # whole: parameters, run.step and rows are of one moment
+    try:
+        if not run.eval_before:
+            run.eval_before = await evaluate(trainer, validation)
+            results = {RESULTS[k]: v for k, v in run.eval_before.items() if k in RESULTS}
+            before = ", ".join(f"{words} {value:.3f}" for words, value in results.items())
+            print(f"before training: {before}", flush=True)
+        while run.step < config.steps:
+            await asyncio.sleep(1e-3)  # Ctrl-C and SIGTERM cancel here, between two steps
+            step, clock = run.step + 1, time.monotonic()
+            chosen = tasks_of_step(data, run.step, config.batch_size, config.seed)
+            batches = in_batches(chosen, config)
+            tokens = sum(len(demonstration.token_ids) for demonstration in chosen)
+            metrics = loss_and_backward(model, batches, f"step {step}")
+            metrics["grad_norm"] = optimizer_step(model, optimizer, run.step, config)
+            whole, run.step, seconds = False, step, time.monotonic() - clock
+            validates = config.eval_every and step % config.eval_every == 0
+            row = {
+                "step": step,
+                "version": step,
+                "epoch": step * config.batch_size / len(data),
+                **metrics,
+                "eval_loss": validation_loss(model, validation, config) if validates else None,
+                "seconds": time.monotonic() - clock,
+                "train_tokens_per_second": tokens / seconds,
+            }
+            run.seconds += row["seconds"]
+            append_row(run.directory / "metrics.jsonl", row)
+            if validates:
+                for sample in validation_samples(model, validation[:2], run, config.device):
+                    append_row(run.directory / "samples.jsonl", sample)
+            whole = True
+            print(step_line(row, run, config), flush=True)
+            if step % config.save_every == 0:
+                save_checkpoint(run, model, trainer.lora, optimizer)
+        run.eval_after = await evaluate(trainer, validation)
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise RuntimeError(f"{run.directory}, step {step}: {error}") from error
+    finally:
+        # Ctrl-C cancels the loop at an await, so between steps; what fails within a step leaves
+        # the last checkpoint as it is.
+        if whole:
+            seconds = time.monotonic() - started
+            finish(run, model, trainer.lora, optimizer, config, seconds, PANELS)
+
+
+def main(arguments: list[str]) -> None:
+    run_command("sft.py", train, SFTConfig, arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
