@@ -391,9 +391,11 @@ def set_up(config: Config) -> Trainer:
     if config.init_adapter:
         resumed = config.resume and started_from.is_dir()
         start_from(model, lora, started_from if resumed else Path(config.init_adapter))
-    engine = None  # vLLM starts when the run has a directory for its log
+    engine = None  # a vLLM of the run's own starts when there is a directory for its log
     if config.engine == "torch":
         engine = TorchEngine(model, config.slots, config.max_length)
+    elif config.vllm_url:
+        engine = vllm_client(config, model, config.vllm_url)
     heading = (
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
@@ -476,13 +478,17 @@ def start_run(
     return run
 
 
+def vllm_client(config: Config, model, urls, last_words=VLLMEngine.NO_LOG) -> VLLMEngine:
+    settings = (config.max_length, config.slots, config.vllm_timeout)
+    return VLLMEngine(model, urls, *settings, last_words)
+
+
 async def start_vllm(trainer: Trainer, stack: AsyncExitStack) -> None:
-    """Gives the run a client of its servers, or of one that starts now and ends with `stack`."""
+    """A client for the run, of its servers or of one that starts now; both end with `stack`."""
     from tools.vllm_server import VLLMServer  # the launcher stands beside the core
 
     config, run = trainer.config, trainer.run
-    urls, last_words = config.vllm_url, VLLMEngine.NO_LOG
-    if not urls:
+    if trainer.engine is None:
         server = VLLMServer(
             config.model,
             run.directory / "vllm.log",
@@ -493,13 +499,9 @@ async def start_vllm(trainer: Trainer, stack: AsyncExitStack) -> None:
             slots=config.slots,
         )
         await stack.enter_async_context(server)
-        urls, last_words = [server.url], server.last_words
-    engine = VLLMEngine(
-        trainer.model, urls, config.max_length, config.slots, config.vllm_timeout, last_words
-    )
-    stack.push_async_callback(engine.close)
-    engine.forget(f"{run.run_id}-")
-    trainer.engine = engine
+        trainer.engine = vllm_client(config, trainer.model, [server.url], server.last_words)
+    stack.push_async_callback(trainer.engine.close)
+    trainer.engine.forget(f"{run.run_id}-")
 
 
 async def train(config: Config) -> None:

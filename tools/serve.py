@@ -80,6 +80,7 @@ class Server:
             writer.close()
 
     async def answer(self, route: str, body: bytes) -> tuple[int, dict]:
+        """Status and content: what the route returns, or why not in the form of vLLM's errors."""
         try:
             if route not in self.routes:
                 raise Refused(404, f"no route {route}")
