@@ -20,8 +20,8 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from checkpoint import checkpoint_directory
 from environments import call_tool, tool_schema
-from model import checkpoint_directory
 
 
 class Tokenizer:

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from checkpoint import check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import split_experts
 from lora import lora_parameters
-from model import check_tensors, checkpoint_directory, read_checkpoint, read_json
 
 # What stands beside the weights in a Hugging Face checkpoint, where the model that was trained has
 # it: how to tokenize, how to render a chat, where to stop.

@@ -1,4 +1,4 @@
-"""Qwen3 in one file (and Qwen2): model, key-value cache, strict loader, a head without logits.
+"""Qwen3 in one file (and Qwen2): the model, its key-value cache, a head without logits.
 
     x = embed(ids)
     for each layer:   x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -11,8 +11,7 @@ the one MLP of some or all layers. Qwen2 (arXiv 2407.10671), the architecture of
 DeepSeek-R1-Distill-Qwen, is Qwen3 without the norm of the heads and with a bias on q, k and v.
 
 Parameters carry Hugging Face's names ("model.layers.0.self_attn.q_proj.weight"), so a checkpoint is
-loaded without a mapping table (experts are stacked on the way), and every tensor must be there, be
-used, and have its shape.
+loaded (checkpoint.py) without a mapping table; experts are stacked on the way.
 
 Axes: S sequences, T tokens, D hidden, V vocabulary, H query heads, K key-value heads, C channels of
 a head (head_dim), L layers.
@@ -21,16 +20,14 @@ Left out on purpose: LoRA (lora.py puts it in from outside), rope scaling and sl
 checkpoint that asks for one is refused by name), attention dropout.
 """
 
-import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from checkpoint import check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import MixtureOfExperts, split_experts, stack_experts
 
 # --- configuration -------------------------------------------------------------------------------
@@ -512,71 +509,3 @@ class HeadLogprobs(torch.autograd.Function):
             logits.scatter_add_(1, targets[part, None], upstream[part, None])
             weight_gradient.addmm_(logits.T, hidden[part].float())
         return gradient, weight_gradient.to(weight.dtype), None, None
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
-def checkpoint_directory(path: str | Path) -> Path:
-    """The directory of a checkpoint: `path` itself, or the Hub's snapshot of that id."""
-    if Path(path).is_dir():
-        return Path(path)
-    text = str(path)
-    if Path(path).is_absolute() or text.startswith(".") or text.count("/") != 1:
-        raise ValueError(f"{path}: no such directory (and not a Hub id of the form owner/name)")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-    try:
-        return Path(snapshot_download(text, allow_patterns=patterns))
-    except Exception as error:  # the Hub client raises a dozen unrelated types
-        raise ValueError(
-            f"{path}: no such directory, and the Hub gave no checkpoint of that name "
-            f"({type(error).__name__}: {error})"
-        ) from error
-
-
-def read_json(file: Path) -> dict:
-    """The JSON object in `file`."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the JSON or of its encoding
-        raise ValueError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file}: a JSON object is expected, found {type(raw).__name__}")
-    return raw
-
-
-def read_checkpoint(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of model.safetensors, or of the shards that the index names."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: missing weight_map, the table of tensor -> file")
-        files = sorted(set(weight_map.values()))
-    else:
-        files = ["model.safetensors"]
-    tensors = {}
-    for name in files:
-        if not (directory / name).is_file():
-            raise ValueError(f"{directory / name}: no such file; the checkpoint is incomplete")
-        try:
-            with safe_open(directory / name, framework="pt") as shard:
-                tensors |= {key: shard.get_tensor(key) for key in shard.keys()}
-        except Exception as error:  # safetensors' own error type derives from Exception alone
-            raise ValueError(f"{directory / name}: unreadable ({error})") from error
-    return tensors
-
-
-def check_tensors(where: Path | str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """ValueError listing what `found` lacks, has too much, or has in another shape."""
-    problems = [f"missing {name}" for name in expected if name not in found]
-    problems += [f"surplus {name}" for name in found if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in found and found[name].shape != tensor.shape
-    ]
-    if problems:
-        shown = "\n  ".join(problems[:20])
-        rest = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(f"{where}: the tensors do not fit the config\n  {shown}{rest}")

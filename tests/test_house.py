@@ -53,8 +53,8 @@ def test_grpo_imports_torch_alone():
     assert imports(parsed("grpo.py")) - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_model_knows_its_experts_alone():
-    assert imports(parsed("model.py")) & OURS == {"experts"}
+def test_the_model_knows_its_experts_and_checkpoints_alone():
+    assert imports(parsed("model.py")) & OURS == {"checkpoint", "experts"}
     assert imports(parsed("experts.py")) - set(sys.stdlib_module_names) == {"torch"}
 
 
@@ -86,7 +86,7 @@ def test_lora_knows_no_model_but_for_its_command_line():
         ),
         ("quant.py", OURS),
         ("engine.py", OURS - {"broadcast", "lora", "model"}),
-        ("full.py", OURS - {"lora", "model", "experts"}),
+        ("full.py", OURS - {"lora", "checkpoint", "experts"}),
         ("rollout.py", {"grpo", "train", "run", "config"}),
         ("config.py", {"rollout", "engine", "chat", "train", "run", "model", "broadcast"}),
         ("run.py", {"rollout", "engine", "chat", "grpo", "train", "model", "environments"}),

@@ -99,7 +99,9 @@ def test_a_run_starts_its_server_for_a_rank_that_vllm_takes(monkeypatch, rank, r
 
     monkeypatch.setattr(vllm_server, "VLLMServer", Server)
     fields = Config(rank, model="m", slots=5, max_length=99, dtype="bfloat16")
-    trainer = SimpleNamespace(engine=None, config=fields, run=SimpleNamespace(directory=Path("run")))
+    trainer = SimpleNamespace(
+        engine=None, config=fields, run=SimpleNamespace(directory=Path("run"))
+    )
     with pytest.raises(InterruptedError):
         asyncio.run(train.start_vllm(trainer, contextlib.AsyncExitStack()))
     settings = {"max_lora_rank": rounded, "slots": 5, "max_length": 99, "dtype": "bfloat16"}

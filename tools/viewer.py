@@ -34,9 +34,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from chat import Tokenizer, load_tokenizer, parse_tool_calls  # noqa: E402
+from checkpoint import read_json  # noqa: E402
 from config import Config  # noqa: E402
 from environments import Task  # noqa: E402
-from model import Qwen3, read_json  # noqa: E402
+from model import Qwen3  # noqa: E402
 from rollout import TorchEngine, Trajectory, run_episode  # noqa: E402
 from train import load_environments, outcome_of  # noqa: E402
 
