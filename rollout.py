@@ -302,7 +302,10 @@ class VLLMEngine:
 
     def connect(self) -> httpx.AsyncClient:
         # Without the proxies of the environment, which know nothing of servers on this machine.
-        client = httpx.AsyncClient(timeout=self.timeout, trust_env=False, verify=self.certificates)
+        # vLLM closes a connection that was idle for 5 seconds: ours are closed before that.
+        limits = httpx.Limits(keepalive_expiry=4.0)
+        settings = {"timeout": self.timeout, "trust_env": False, "verify": self.certificates}
+        client = httpx.AsyncClient(limits=limits, **settings)
         self.clients.append(client)
         return client
 
