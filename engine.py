@@ -20,6 +20,7 @@ beam search, paged memory (a slot is one stream of max_length tokens).
 """
 
 import asyncio
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,12 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
 
 
 # --- drawing -------------------------------------------------------------------------------------
+
+
+def derive_seed(*parts: int) -> int:
+    """63 bits from whatever numbers a sample, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
