@@ -4,6 +4,7 @@ Imports are read by ast, so a rule holds for code that no test runs, too.
 """
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -142,6 +143,7 @@ def test_every_package_that_is_imported_is_required():
 # --- the README -----------------------------------------------------------------------------------
 
 
+@functools.cache
 def names_of(file: Path) -> set[str]:
     """Functions, classes and constants of a Python file; methods as "method" and "Class.method"."""
     found = set()
