@@ -1,6 +1,6 @@
 """What the client costs: sampling through VLLMEngine against sending the same bytes to the server.
 
-    .venv-vllm/bin/python benchmarks/vllm_client.py      four minutes on two cores; writes vllm_client.json
+    .venv-vllm/bin/python benchmarks/vllm_client.py    four minutes; writes vllm_client.json
 
 Without vLLM in the environment, tools/serve.py alone is measured. Both ways send the same bodies to
 the same server over as many connections, in alternating rounds of one run:
