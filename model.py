@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from experts import MixtureOfExperts, split_experts, stack_experts
 
@@ -331,6 +332,8 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # Keep a layer's input alone for the backward pass, which computes the layer again.
+        self.gradient_checkpointing = False
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, write: CacheWrite | None = None
@@ -340,7 +343,10 @@ class Decoder(nn.Module):
         if positions.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]  # (S, 1, T, C), one for all heads
         for layer in self.layers:
-            x = layer(x, cos, sin, write)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, write, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, write)
         return self.norm(x)
 
 

@@ -602,9 +602,9 @@ def test_groups_of_equal_reward_are_skipped_but_counted_and_kept_for_the_kl(
         seen.append(groups)
         return groups
 
-    def spy(model, batches, denominator, config, frozen):
+    def spy(model, batches, denominator, *arguments):
         seen.append((batches, denominator))
-        return loss_and_backward(model, batches, denominator, config, frozen)
+        return loss_and_backward(model, batches, denominator, *arguments)
 
     monkeypatch.setattr(train, "run_groups", first_group_equal)
     monkeypatch.setattr(train, "loss_and_backward", spy)
