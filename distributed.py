@@ -57,8 +57,8 @@ def noticing_loss() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LostRank(f"another rank is gone, or hangs for {PATIENCE} ({reason})") from error
+        reason = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
+        raise LostRank(f"another rank died, or hung for {PATIENCE} hours ({reason})") from error
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -128,7 +128,11 @@ class Batch:
 
 # For a rank without a micro-batch: of no token, but a pass through the model.
 EMPTY = Batch(
-    torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 1, dtype=torch.bool), *torch.zeros(2, 1), []
+    torch.zeros(1, 2, dtype=torch.long),
+    torch.zeros(1, 1, dtype=torch.bool),
+    torch.zeros(1, 1),
+    torch.zeros(1),
+    [],
 )
 
 
