@@ -357,6 +357,11 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     check_ranks(config)
+    if config.shard_base and (config.environment or not config.data):
+        raise ValueError(
+            "--shard-base leaves no rank the whole base that answers questions; name --data, no "
+            "--environment"
+        )
     if config.data and not config.environment and (config.eval_questions or config.corpus):
         raise ValueError("--eval-questions and --corpus mean nothing without --environment")
     tokenizer = load_tokenizer(config.model)
@@ -364,11 +369,6 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
     environment = held_out = engine = None
     if config.environment or not config.data:
         named = config.environment or "wiki_search"  # that of the default data
-        if config.shard_base:
-            raise ValueError(
-                f"--shard-base leaves no rank the whole base that answers {named}'s questions; "
-                "name --data, and no --environment"
-            )
         environment, held_out = load_environments(replace(config, environment=named))
         check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
     model, lora, optimizer, size = recruit(load_policy, config)
