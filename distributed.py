@@ -34,7 +34,7 @@ more servers), dropout masks that do not depend on the number of ranks.
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -95,7 +95,8 @@ def leading() -> Iterator[None]:
     except LostRank:
         raise  # who is left cannot be reached: an order is for all
     except BaseException:
-        give([None] * world_size())
+        with suppress(LostRank):  # they may have failed in the same way
+            give([None] * world_size())
         raise
     give([None] * world_size())
     dist.destroy_process_group()
@@ -236,11 +237,12 @@ def adopt(ranks: Ranks, parameters: dict, optimizer_state: dict, seed: int) -> N
         torch.manual_seed(seed + ranks.number)
 
 
-def traffic(trained: int, weights: int) -> str:
+def traffic(trained: int, weights: int, sharded: bool = False) -> str:
     """What a step sends, in one line; trained, weights: numbers of parameters."""
     return (
         f"{world_size()} ranks; a step all-reduces {trained * 4 / 1e6:,.2f} MB of gradients, "
         f"of every weight it would be {weights * 4 / 1e6:,.2f} MB (1/{weights / trained:.0f})"
+        f"{'; besides, every pass gathers the sharded base' if sharded else ''}"
     )
 
 

@@ -553,7 +553,8 @@ def start_run(
         )
     sent = ""
     if world_size() > 1:
-        sent = f"\n{traffic(sum(p.numel() for p in trainable(model).values()), base_parameters)}"
+        trained_parameters = sum(p.numel() for p in trainable(model).values())
+        sent = f"\n{traffic(trained_parameters, base_parameters, config.shard_base)}"
     print(
         f"{heading}\n"
         f"{config.model}: {base_parameters:,} parameters, {trained}\n"

@@ -265,6 +265,18 @@ def test_an_error_of_rank_0_sends_the_others_home(tmp_path):
     assert together(3, lead, tmp_path)[1] == [1, 0, 0]
 
 
+def test_an_error_of_all_is_told_as_what_it_is(tmp_path):
+    def lead():
+        model, _, optimizer, _ = distributed.recruit(replica, 0)
+        Ranks(model, optimizer).everywhere(fail)
+
+    assert together(3, lead, tmp_path)[1] == [1, 1, 1]  # not LostRank
+
+
+def fail(ranks: Ranks) -> None:
+    raise ValueError("on every rank")
+
+
 # --- what is said ---------------------------------------------------------------------------------
 
 
@@ -332,7 +344,9 @@ def assert_runs_agree(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("program, more", [("train.py", ["--kl", "0.01", *SHORT]), ("sft.py", [])])
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, program, more):
     if program == "sft.py":
-        more = ["--data", WIKI / "demonstrations.jsonl", "--micro-tokens", "1500"]
+        lines = (WIKI / "demonstrations.jsonl").read_text().splitlines(keepends=True)[:40]
+        (tmp_path / "data.jsonl").write_text("".join(lines))
+        more = ["--data", tmp_path / "data.jsonl", "--batch-size", "5", "--micro-tokens", "900"]
         more += ["--eval-every", "2"]
     one, other = tmp_path / "one", tmp_path / "other"
     straight = [sys.executable, ROOT / program, *more, "--steps", "3", "--output", one]
@@ -352,9 +366,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, program, more):
 def test_a_killed_rank_leaves_a_line_and_a_checkpoint(tmp_path, victim):
     output = tmp_path / "run"
     process = torchrun(2, *SHORT, "--steps", "200", "--output", output, "--save-every", "1")
-    lines = []
     for line in process.stdout:
-        lines.append(line)
         if line.startswith("step   2"):
             break
     for status in Path("/proc").glob("[0-9]*/status"):
@@ -364,14 +376,14 @@ def test_a_killed_rank_leaves_a_line_and_a_checkpoint(tmp_path, victim):
         except OSError:  # gone already
             continue
         if f"RANK={victim}" in environment:
-            killed, start = int(status.parent.name), time.monotonic()
-            os.kill(killed, signal.SIGKILL)
+            start = time.monotonic()
+            os.kill(int(status.parent.name), signal.SIGKILL)
     printed = done(process, code=1)
     assert time.monotonic() - start < 45
     assert "another rank died" in printed and f"rank      : {victim}" in printed
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in printed
     last = int(checkpoints(output)[-1].removeprefix("step_"))
-    assert last >= 2
+    assert last >= 1  # of step 2 the line may be out, and the checkpoint not yet
     done(torchrun(2, "--steps", last + 1, "--output", output, "--resume"))
     assert [row["step"] for row in rows_of(output)] == list(range(1, last + 2))
 
@@ -379,8 +391,8 @@ def test_a_killed_rank_leaves_a_line_and_a_checkpoint(tmp_path, victim):
 @pytest.mark.slow
 def test_ctrl_c_and_bad_input_are_answered_by_rank_0_alone(tmp_path):
     output = tmp_path / "run"
-    printed = done(torchrun(2, "--rank", "0", "--output", output), code=1)
-    assert printed.count("train.py: rank must be") == 1 and "rank 1:" not in printed
+    printed = done(torchrun(2, "--groups", "0", "--output", output), code=1)
+    assert printed.count("train.py: --groups must be") == 1 and "rank 1:" not in printed
     process = torchrun(2, *SHORT, "--steps", "200", "--output", output)
     for line in process.stdout:
         if line.startswith("step   1"):

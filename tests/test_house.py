@@ -87,6 +87,7 @@ def test_lora_knows_no_model_but_for_its_command_line():
         ("quant.py", OURS),
         ("engine.py", OURS - {"broadcast", "lora", "model"}),
         ("full.py", OURS - {"lora", "model", "experts"}),
+        ("distributed.py", OURS - {"full"}),
         ("rollout.py", {"grpo", "train", "run", "config"}),
         ("config.py", {"rollout", "engine", "chat", "train", "run", "model", "broadcast"}),
         ("run.py", {"rollout", "engine", "chat", "grpo", "train", "model", "environments"}),
