@@ -31,6 +31,7 @@ Left out on purpose: sampling on other ranks than 0 (vLLM scales it, by its own 
 more servers), dropout masks that do not depend on the number of ranks.
 """
 
+import io
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -104,10 +105,10 @@ def leading() -> Iterator[None]:
 
 def follow() -> None:
     """What every other rank does: makes a replica, then obeys until rank 0 has no more orders."""
+    join()
     # Ctrl-C and SIGTERM are rank 0's to answer, which then sends the others home.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    join()
     if first := take():
         load, arguments = first
         model, _, optimizer, _, *frozen = load(*arguments)
@@ -158,8 +159,9 @@ class Ranks:
         seed: of the others' dropout.
         """
         if self.size > 1:
-            state = {name: p.detach().cpu() for name, p in trainable(self.model).items()}
-            self.everywhere(adopt, state, self.optimizer.state_dict(), seed)
+            state = {name: p.detach() for name, p in trainable(self.model).items()}
+            torch.save((state, self.optimizer.state_dict()), data := io.BytesIO())
+            self.everywhere(adopt, data.getvalue(), seed)
         if self.sharded:
             alone = self.model.token_logprobs
 
@@ -227,9 +229,11 @@ class Ranks:
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype) if owned else None
 
 
-def adopt(ranks: Ranks, parameters: dict, optimizer_state: dict, seed: int) -> None:
+def adopt(ranks: Ranks, data: bytes, seed: int) -> None:
     """Takes over rank 0's state; only dropout is drawn by each rank for itself."""
     if ranks.number:
+        stream = io.BytesIO(data)
+        parameters, optimizer_state = torch.load(stream, map_location="cpu", weights_only=True)
         with torch.no_grad():
             for name, parameter in trainable(ranks.model).items():
                 parameter.copy_(parameters[name])
