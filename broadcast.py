@@ -77,7 +77,7 @@ def save_adapter(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory}: exists already; an adapter is never written over")
     _check_config(model, config)
-    tensors = {name: p.detach().float().cpu() for name, p in lora_parameters(model).items()}
+    tensors = _on_host(lora_parameters(model))
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise ValueError(f"{name} holds NaN or infinity, so the adapter is not written")
@@ -121,6 +121,17 @@ def save_adapter(
         shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
     _fsync(directory.parent)
     return directory
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """fp32 copies on the CPU; a GPU's all under way, into pinned memory, before one is awaited."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copies[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor.detach(), non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
 
 
 def _check_config(model: nn.Module, config: LoRAConfig) -> None:

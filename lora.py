@@ -390,6 +390,8 @@ def merge_lora(model: nn.Module) -> None:
         if TRAINABLE in layer.lora_A:
             A, B = layer.lora_A[TRAINABLE], layer.lora_B[TRAINABLE]
             W0 = layer.base.weight
+            if hasattr(W0, "full_tensor"):  # sharded (distributed.py): all ranks merge together
+                W0 = W0.full_tensor()
             layer.merged = (W0.float() + layer.scaling[TRAINABLE] * (B @ A)).to(W0.dtype)
 
 

@@ -34,6 +34,27 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the gradients of other ranks are not added",
+        "distributed.py",
+        "dist.all_reduce(flat)",
+        "dist.all_reduce(flat.clone())",
+        "test_distributed.py::test_ranks_compute_what_one_process_does",
+    ),
+    Mutation(
+        "Adam moves a parameter that no rank has a gradient for",
+        "distributed.py",
+        "if owned else None",
+        "if True else None",
+        "test_distributed.py::test_ranks_compute_what_one_process_does",
+    ),
+    Mutation(
+        "a rank keeps the adapter that it started with",
+        "distributed.py",
+        "parameter.copy_(parameters[name])",
+        "parameter.clone()",
+        "test_distributed.py::test_ranks_compute_what_one_process_does",
+    ),
+    Mutation(
         "alpha / r lost",
         "lora.py",
         "F.linear(F.linear(x, A) * self.scaling[name], B)",

@@ -582,7 +582,7 @@ def test_splitting_order_and_padding_change_neither_loss_nor_gradient(
     close(other_gradient, gradient)
     assert metrics.keys() == expected.keys()
     for name in metrics:
-        assert metrics[name] == pytest.approx(expected[name], abs=1e-5), name
+        assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
@@ -602,9 +602,9 @@ def test_groups_of_equal_reward_are_skipped_but_counted_and_kept_for_the_kl(
         seen.append(groups)
         return groups
 
-    def spy(model, batches, denominator, config, frozen):
+    def spy(model, batches, denominator, *arguments):
         seen.append((batches, denominator))
-        return loss_and_backward(model, batches, denominator, config, frozen)
+        return loss_and_backward(model, batches, denominator, *arguments)
 
     monkeypatch.setattr(train, "run_groups", first_group_equal)
     monkeypatch.setattr(train, "loss_and_backward", spy)
