@@ -16,8 +16,8 @@ selection that all layers of a model share says which adapter acts on which rows
         [("v17", None)]                         base(x) + update of version 17: the sampler
         [("a", 0:3), ("b", 3:5)]                rows 0-2 with a, rows 3-4 with b, the rest the base
 
-(segment after segment, which is the definition; segments.py applies many short ones together),
-so the trainer, the reference and every sampler version share one set of base tensors. A projection
+so the trainer, the reference and every sampler version share one set of base tensors. Here segment
+follows segment, which is the definition; segments.py applies many short ones together. A projection
 of experts (experts.py) is E such layers at once, each expert with an A and a B of its own.
 
 Axes: S rows (sequences), R rank, E experts, N (token, expert) pairs. Adapter tensors are fp32
