@@ -85,6 +85,7 @@ def test_lora_knows_no_model_but_for_its_command_line():
             },
         ),
         ("quant.py", OURS),
+        ("pipeline.py", OURS),
         ("engine.py", OURS - {"broadcast", "lora", "model"}),
         ("full.py", OURS - {"lora", "model", "experts"}),
         ("rollout.py", {"grpo", "train", "run", "config"}),

@@ -74,8 +74,8 @@ class Server:
                 )
                 writer.write(data)
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the client has gone
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            return  # the client has gone, or the server ends
         finally:
             writer.close()
 
@@ -86,6 +86,8 @@ class Server:
             return 200, await self.routes[route](json.loads(body) if body else {})
         except Refused as refused:
             status, message = refused.args
+        except FloatingPointError as error:  # in the words of vLLM, by which a client knows it
+            status, message = 400, f"Out of range float values are not JSON compliant: {error}"
         except (KeyError, TypeError, ValueError) as error:  # the request's fault
             status, message = 400, f"{type(error).__name__}: {error}"
         except (ArithmeticError, RuntimeError) as error:
@@ -104,6 +106,7 @@ class Server:
         return {"object": "list", "data": [base, *adapters]}
 
     async def complete(self, body: dict) -> dict:
+        """One completion of one prompt of token ids, in the fields that VLLMEngine reads."""
         """One completion of one prompt of token ids, in the fields that VLLMEngine reads."""
         if body["model"] not in (self.name, *self.directories):
             raise Refused(404, f"The model `{body['model']}` does not exist.")
