@@ -211,8 +211,8 @@ def check_modes(config: Config) -> None:
         )
     if config.max_staleness and config.quantize != "none":
         raise ValueError(
-            "--quantize nf4 trains on 4-bit weights, and the server of --max-staleness samples from "
-            "others: two policies; leave one of the two out"
+            "--quantize nf4 trains on 4-bit weights, and --max-staleness samples from others, in a "
+            "server: two policies; leave one of the two out"
         )
     if config.sampler_threads and (
         config.vllm_url or (config.engine, config.max_staleness) == ("torch", 0)

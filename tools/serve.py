@@ -107,7 +107,6 @@ class Server:
 
     async def complete(self, body: dict) -> dict:
         """One completion of one prompt of token ids, in the fields that VLLMEngine reads."""
-        """One completion of one prompt of token ids, in the fields that VLLMEngine reads."""
         if body["model"] not in (self.name, *self.directories):
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         if (body.get("top_p", 1), body.get("top_k", 0), body.get("min_p", 0)) != (1, 0, 0):
