@@ -2,23 +2,26 @@
 
     .venv/bin/python benchmarks/faults.py --rounds 60 --result benchmarks/faults.json
 
-Four kinds of rounds in turn, each with its own `undisturbed` run of the same small job before:
+Five kinds of rounds in turn, each with its own `undisturbed` run of the same small job before:
 
     trainer, in turns      python train.py; bit for bit the undisturbed run
     trainer, overlapped    with --max-staleness 1
-    sampler                the same; the server that the run started is killed, the run must notice
-    server                 in turns, on a server that was there before; it is killed and started anew
+    trainer, shared        on a server that was there before and stays
+    sampler                overlapped; the server that the run started is killed, the run must end
+    server                 in turns, on a server that was there before; killed and started anew
 
-After every kill: no process of the run is left (but a shared server), every published version is
-complete, a server names none that was not published. After `--resume`: the steps are all there, once
-each, in order, no trajectory older than the bound, the newest version alone is left on disk and none
-on a shared server. Without -9 in between nothing else is checked than in tests/.
+After every kill: no process of the run is left, every published version is complete, and a server
+that lives on names none that was not published. After
+`--resume`: the steps are all there, once each, in order, no trajectory is older than the bound, the
+newest version alone is left on disk, none on a shared server, and no process.
 
 --result: written after every round; a benchmark that is run again goes on where it was.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -44,12 +47,32 @@ OVERLAPPED = ["--max-staleness", "1", "--sampler-threads", "1"]
 KINDS = {  # what is killed -> flags of the run
     "trainer, in turns": [],
     "trainer, overlapped": OVERLAPPED,
+    "trainer, shared": ["--engine", "vllm"],
     "sampler": OVERLAPPED,
     "server": ["--engine", "vllm"],
 }
 MARK = "FAULTS_RUN"  # in the environment of a run and so of all that it starts
 TIMES = ("seconds", "seconds_waiting", "sample_tokens_per_second", "train_tokens_per_second")
 LIMIT = 300.0  # seconds for what takes ten
+
+
+def is_server(command: str) -> bool:
+    """Whether it is tools/serve.py itself, not what watches it."""
+    return "serve.py" in command and "--supervise" not in command
+
+
+def server_process(url: str) -> int:
+    """The number of the process that serves at a URL."""
+    port = url.rpartition(":")[2]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if port in words and is_server(" ".join(words)):
+                return int(entry.name)
+    raise RuntimeError(f"nobody serves at {url}")
 
 
 class Job:
@@ -72,6 +95,15 @@ class Job:
         if code:
             log = self.output.with_suffix(".log").read_text().splitlines()
             raise AssertionError("\n".join([f"{self.output.name}: exit code {code}", *log[-9:]]))
+
+    def steps_done(self) -> int:
+        file = self.output / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+    def wait_for(self, steps: int, process: subprocess.Popen) -> None:
+        """Until so many steps are done, or the process ends."""
+        while self.steps_done() < steps and process.poll() is None:
+            time.sleep(0.02)
 
     def processes(self) -> dict[int, str]:
         """Number -> command line, of all that live; none of other users' or of ours."""
@@ -133,23 +165,23 @@ def check(job: Job, reference: Job, bit_for_bit: bool, staleness: int) -> None:
 
 
 async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
-    """One kill, `moment` (0 to 1) of an undisturbed run's time after the start, and its repair."""
+    """One kill and its repair. moment 2.4: after two steps and 0.4 of the time that the undisturbed
+    run took for its third, whatever else the machine does meanwhile."""
     shared, command = None, []
-    if kind == "server":
+    if "vllm" in job.flags:
         shared = TorchServer(MODEL, job.output.with_suffix(".server.log"), threads=1)
         await shared.__aenter__()
         command = ["--vllm-url", shared.url]
     try:
         process = job.start(*command)
-        time.sleep(moment * reference.seconds)
+        job.wait_for(int(moment), process)
+        time.sleep(moment % 1 * reference.seconds[int(moment)])
         victims = [process.pid] if kind.startswith("trainer") else []
         if kind == "sampler":
             everyone = job.processes().items()
-            victims = [
-                p for p, line in everyone if "serve.py" in line and "--supervise" not in line
-            ]
-        if shared:
-            await shared.__aexit__()
+            victims = [number for number, line in everyone if is_server(line)]
+        if kind == "server":
+            victims = [server_process(shared.url)]
         for victim in victims:
             try:
                 os.kill(victim, signal.SIGKILL)
@@ -157,10 +189,12 @@ async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
                 continue  # it had ended
         code = process.wait(LIMIT)
         job.wait_until_gone()
-        rows = len(job.rows()) if (job.output / "metrics.jsonl").is_file() else 0
-        if job.output.exists():
-            job.published()
-        if shared:
+        rows = job.steps_done()
+        versions = job.published() if job.output.exists() else []
+        if kind == "trainer, shared":
+            assert set(served(shared.url).values()) <= set(versions)
+        if kind == "server":
+            await shared.__aexit__()
             shared = TorchServer(MODEL, shared.log, threads=1)
             await shared.__aenter__()
             command = ["--vllm-url", shared.url]
@@ -179,15 +213,20 @@ MODEL = str(ROOT / "assets" / "tiny-qwen3")
 
 
 async def undisturbed(kind: str, job: Job) -> Job:
-    """Runs it; job.seconds is how long that took."""
-    started = time.monotonic()
-    if kind == "server":
-        async with TorchServer(MODEL, job.output.with_suffix(".server.log"), threads=1) as server:
-            started = time.monotonic()
-            job.finish("--vllm-url", server.url)
-    else:
-        job.finish()
-    job.seconds = time.monotonic() - started
+    """Runs it; job.seconds: to the end of the first step, from there to that of the second, ..."""
+    async with contextlib.AsyncExitStack() as stack:
+        flags = []
+        if "vllm" in job.flags:
+            log = job.output.with_suffix(".server.log")
+            server = await stack.enter_async_context(TorchServer(MODEL, log, threads=1))
+            flags = ["--vllm-url", server.url]
+        clock, process = [time.monotonic()], job.start(*flags)
+        for step in range(1, STEPS + 1):
+            job.wait_for(step, process)
+            clock.append(time.monotonic())
+        code = process.wait(LIMIT)
+        assert not code, f"{kind}: exit code {code}"
+    job.seconds = [after - before for before, after in itertools.pairwise(clock)]
     job.published()
     return job
 
@@ -202,7 +241,7 @@ async def run(options) -> None:
             if kind not in references:
                 job = Job(Path(directory) / f"undisturbed-{len(references)}", KINDS[kind])
                 references[kind] = await undisturbed(kind, job)
-            moment = random.Random(options.seed + number).uniform(0.05, 1.0)
+            moment = random.Random(options.seed + number).uniform(0, STEPS)
             job = Job(Path(directory) / f"round-{number}", KINDS[kind])
             rounds.append(await round_of(kind, job, references[kind], moment))
             print(json.dumps({"round": number + 1, **rounds[-1]}), flush=True)
@@ -210,8 +249,9 @@ async def run(options) -> None:
                 text = json.dumps({"benchmark": "faults", "seed": options.seed, "rounds": rounds})
                 result.write_text(text + "\n")
     print(f"{time.monotonic() - started:.0f} s; killed, and the run ended as an undisturbed one:")
-    for kind, times in Counter(entry["kind"] for entry in rounds).items():
-        done = [entry["steps_done"] for entry in rounds if entry["kind"] == kind]
+    killed = [entry for entry in rounds if entry["exit_code"]]  # the others ended just before
+    for kind, times in Counter(entry["kind"] for entry in killed).items():
+        done = [entry["steps_done"] for entry in killed if entry["kind"] == kind]
         print(f"  {kind:20} {times:3} times, after {min(done)} to {max(done)} of {STEPS} steps")
 
 

@@ -19,26 +19,12 @@ import time
 from pathlib import Path
 
 import httpx
-from faults import is_server
+from faults import server_process
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = """--groups 2 --group-size 4 --eval-size 8 --max-turns 3 --max-new-tokens 32 --save-every 20
     --max-staleness 1 --threads 1 --sampler-threads 1""".split()
 SLACK = {"memory": 1.02, "files": 1.0, "versions": 1.0}
-
-
-def server_process(url: str) -> int:
-    """The number of the process that serves at a URL."""
-    port = url.rpartition(":")[2]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if port in words and is_server(" ".join(words)):
-                return int(entry.name)
-    raise RuntimeError(f"nobody serves at {url}")
 
 
 def measured(process: int, name: str) -> dict:
