@@ -80,6 +80,7 @@ class Server:
             writer.close()
 
     async def answer(self, route: str, body: bytes) -> tuple[int, dict]:
+        """Status and content for a request; whatever it brings about, the server goes on."""
         try:
             if route not in self.routes:
                 raise Refused(404, f"no route {route}")
