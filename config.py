@@ -142,12 +142,15 @@ def parse_config(arguments: list[str], kind: type = Config):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.toml")
     file, arguments = parser.parse_known_args(arguments)
-    defaults = kind(**read_toml(Path(file.config), kind)) if file.config else kind()
+    # Each --vllm-url is appended to the default's: where there is one, the file's are replaced.
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    anew = {"vllm_url": ()} if "--vllm-url" in flags else {}
+    defaults = kind(**read_toml(Path(file.config), kind) | anew) if file.config else kind()
     description = f"{kind.__doc__} --config FILE.toml sets any of these fields first."
     config = tyro.cli(kind, default=defaults, args=arguments, description=description)
     saved = Path(config.output) / "config.toml"
     if config.resume and not file.config and saved.is_file():
-        config = tyro.cli(kind, default=kind(**read_toml(saved, kind)), args=arguments)
+        config = tyro.cli(kind, default=kind(**read_toml(saved, kind) | anew), args=arguments)
     return config
 
 

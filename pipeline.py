@@ -54,17 +54,17 @@ class Pipeline:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     async def take(
-        self, batch: int, end: int, newest: int, play: Callable[[int], Coroutine]
+        self, batch: int, end: int, play: Callable[[int], Coroutine]
     ) -> tuple[Any, float]:
         """What batch number `batch` came to, and the seconds that it took; to be asked in order.
 
-        First starts every batch before `end` that may be sampled by version `newest`. play(b): a
-        coroutine for the episodes of batch b by the newest version, which it has to look up before
-        it is awaited. An error of an earlier start is raised when its batch is asked for.
+        First starts every batch before `end` that may be sampled by the newest version, which is
+        number `batch`. play(b): a coroutine for the episodes of batch b by that version, looked up
+        when it is made, not when it is awaited. An error is raised when its batch is asked for.
         """
         for ahead in range(batch, min(batch + self.staleness + 1, end)):
             if ahead not in self.under_way:
-                self.under_way[ahead] = newest, self.run(timed(play(ahead)))
+                self.under_way[ahead] = batch, self.run(timed(play(ahead)))
         episodes = await self.under_way[batch][1]
         del self.under_way[batch]
         return episodes

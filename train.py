@@ -559,7 +559,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             clock = [time.monotonic()]
             # 1 sample; what may be sampled for the steps after this one starts too
             groups, sample_seconds = await trainer.pipeline.take(
-                run.step, config.steps, run.step, trainer.play_batch
+                run.step, config.steps, trainer.play_batch
             )
             clock.append(time.monotonic())
             staleness = max(run.step - episode.version for group in groups for episode in group)

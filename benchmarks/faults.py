@@ -41,8 +41,8 @@ from broadcast import list_published, read_adapter  # noqa: E402
 from tools.vllm_server import TorchServer  # noqa: E402
 
 STEPS = 6
-JOB = f"""--steps {STEPS} --save-every 2 --groups 2 --group-size 4 --eval-size 8 --max-turns 3
-    --max-new-tokens 32 --threads 1""".split()
+JOB = f"""--steps {STEPS} --save-every 2 --groups 2 --group-size 4 --eval-size 8
+    --threads 1""".split()
 OVERLAPPED = ["--max-staleness", "1", "--sampler-threads", "1"]
 KINDS = {  # what is killed -> flags of the run
     "trainer, in turns": [],
@@ -228,6 +228,7 @@ async def undisturbed(kind: str, job: Job) -> Job:
         assert not code, f"{kind}: exit code {code}"
     job.seconds = [after - before for before, after in itertools.pairwise(clock)]
     job.published()
+    assert sum(row["tokens_trained"] > 0 for row in job.rows()) > STEPS // 2, "a job that learns"
     return job
 
 

@@ -22,8 +22,8 @@ import httpx
 from faults import server_process
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = """--groups 2 --group-size 4 --eval-size 8 --max-turns 3 --max-new-tokens 32 --save-every 20
-    --max-staleness 1 --threads 1 --sampler-threads 1""".split()
+JOB = """--groups 2 --group-size 4 --eval-size 8 --save-every 20 --max-staleness 1
+    --threads 1 --sampler-threads 1""".split()
 SLACK = {"memory": 1.02, "files": 1.0, "versions": 1.0}
 
 

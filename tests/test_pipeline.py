@@ -116,7 +116,7 @@ def test_batches_come_in_order_once_each_and_never_too_old(
         async with trainer.pipeline as pipeline:
             trainer.publish()
             for step in range(steps):
-                episodes, _ = await pipeline.take(step, steps, trainer.run.step, play)
+                episodes, _ = await pipeline.take(step, steps, play)
                 assert [episode.batch for episode in episodes] == [step]
                 assert 0 <= step - episodes[0].version <= staleness
                 time.sleep(training[step % len(training)])  # as torch: the loop stands still
@@ -160,7 +160,7 @@ def test_an_error_on_either_side_ends_both(staleness, side):
                 if step == 3 and side == "signal":
                     task = asyncio.current_task()
                     asyncio.get_running_loop().call_later(0.02, task.cancel)
-                assert (await pipeline.take(step, 9, step, play))[0] == step
+                assert (await pipeline.take(step, 9, play))[0] == step
                 if step == 2 and side == "trainer":
                     raise Broken
 
@@ -179,7 +179,7 @@ def test_batches_under_way_at_an_end_are_counted():
 
     async def loop():
         async with Pipeline(2) as pipeline:
-            await pipeline.take(0, 9, 0, play)
+            await pipeline.take(0, 9, play)
             assert pipeline.versions == {0} and sorted(pipeline.under_way) == [1, 2]
             return await pipeline.drop(), pipeline.versions
 
@@ -406,6 +406,17 @@ def test_what_a_dead_attempt_left_is_retired_after_servers_have_unloaded_it(
     assert left.endswith("-1-2")
     assert order[:2] == [("forget", [left]), ("retire", "attempt_1", "v000002")]
     assert [path.parent.name for path in live_versions(output)] == ["attempt_2"]
+
+
+def test_a_resumed_run_that_is_told_its_servers_anew_has_those_alone(tmp_path):
+    """Else a server would be asked to load everything twice, or one that is gone would be asked."""
+    fields = Config(engine="vllm", vllm_url=("http://old:1",), output=str(tmp_path))
+    (tmp_path / "config.toml").write_text(to_toml(fields))
+    for start in (["--resume"], ["--config", str(tmp_path / "config.toml")]):
+        flags = ["--output", str(tmp_path), *start]
+        assert train.parse_config(flags).vllm_url == ("http://old:1",)
+        told = train.parse_config([*flags, "--vllm-url", "http://a:1", "--vllm-url", "http://b:2"])
+        assert told.vllm_url == ("http://a:1", "http://b:2")
 
 
 # --- who has a directory --------------------------------------------------------------------------
