@@ -458,8 +458,8 @@ time.sleep(60)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_trainer_sampler_and_server_are_killed_once_each_and_every_run_ends_as_if_undisturbed():
-    """Four processes killed at random moments; benchmarks/faults.py says what is checked."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", "4"]
+    """One kill of each kind at a random moment; benchmarks/faults.py says what is checked."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
 
