@@ -41,19 +41,9 @@ from full import trainable
 from lora import TARGETS
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
-from train import (
-    EMPTY,
-    Batch,
-    Trainer,
-    check_prompts,
-    load_environments,
-    load_policy,
-    micro_batches,
-    run_command,
-    start_run,
-    step_together,
-    tasks_of_step,
-)
+from start import check_prompts, load_environments, load_policy, start_run
+from train import Trainer, run_command, tasks_of_step
+from update import EMPTY, Batch, micro_batches, step_together
 
 SHIPPED_DATA = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
 SHIPPED_EVAL_DATA = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"

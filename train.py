@@ -16,8 +16,9 @@ One step, numbered as in the README's figure:
       └──────────────────────── version k + 1, read back by the engine ◄────────────────┘
 
 This file knows all others and holds no mathematics: losses are in grpo.py, the policy in model.py
-and lora.py, sampling in rollout.py, the adapter's directory in broadcast.py. With --max-staleness
-the loop is the same, and stage 1 has mostly been done while the step before was computed.
+and lora.py, sampling in rollout.py, the adapter's directory in broadcast.py, stages 4 and 5 over a
+batch in update.py, and what comes before the first step in start.py. With --max-staleness the loop
+is the same, and stage 1 has mostly been done while the step before was computed.
 
 Left out on purpose: several optimizer steps on one batch (the batch would be off-policy for all but
 the first), a learning-rate decay (a run can be made longer without changing its past).
@@ -26,7 +27,6 @@ Axes: P prompts (groups), G samples per group, S sequences, T tokens.
 """
 
 import asyncio
-import copy
 import errno
 import os
 import random
@@ -34,19 +34,18 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from broadcast import list_published, load_adapter, publish, read_adapter, retire, save_adapter
+from broadcast import list_published, publish, retire
 from chat import Tokenizer, load_tokenizer
-from config import ASSETS, VLLM_RANKS, Config, check_config, parse_config
+from config import VLLM_RANKS, Config, check_config, parse_config
 from distributed import (
     Ranks,
     check_ranks,
@@ -54,52 +53,30 @@ from distributed import (
     follows,
     leading,
     recruit,
-    shard_base,
-    traffic,
-    world_size,
 )
-from environments import load_environment
-from full import check_finite, trainable
-from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
-from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
+from full import check_finite
+from grpo import group_advantages
+from lora import LoRAConfig
 from model import Qwen3
 from pipeline import Pipeline
-from quant import quantize_base
 from rollout import Request, TorchEngine, Trajectory, VLLMEngine, derive_seed, run_groups
 from run import (
     PANELS,
     Run,
     append_row,
-    cut_back,
     finish,
-    load_checkpoint,
-    open_run,
     run_name,
     sample_row,
     save_checkpoint,
     shows_group,
     step_line,
 )
+from start import check_prompts, load_environments, load_replica, start_run
+from update import MISMATCH_BOUND, loss_and_backward, micro_batches, self_check, step_together
 
-SHIPPED_DATA = {
-    "wiki_search": {
-        "questions": ASSETS / "tiny-wiki" / "questions.jsonl",
-        "eval_questions": ASSETS / "tiny-wiki" / "eval_questions.jsonl",
-        "corpus": ASSETS / "tiny-wiki" / "corpus.jsonl",
-        "eval_corpus": ASSETS / "tiny-wiki" / "eval_corpus.jsonl",
-    },
-    "math_qa": {"questions": ASSETS / "math_qa.jsonl"},
-}
-REFERENCE = "reference"  # the frozen copy of --init-adapter, by its name among the adapters
-# Largest difference of a logprob between trainer and sampler that rounding explains, see
-# experiments/mismatch.md.
-MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
 # Not 1, to find out a server that ignores it; high, since the logprob of a token that is nearly
 # certain does not move: at 0.7 a step of the default job moves the probe by 3e-6, at 2 by 4e-3.
 PROBE_TEMPERATURE, PROBE_TOKENS = 2.0, 8
-
-
-# --- the stages -----------------------------------------------------------------------------------
 
 
 def tasks_of_step(tasks: list, step: int, groups: int, seed: int) -> list:
@@ -110,192 +87,6 @@ def tasks_of_step(tasks: list, step: int, groups: int, seed: int) -> list:
         for epoch in {epoch for epoch, _ in places}
     }
     return [orders[epoch][index] for epoch, index in places]
-
-
-@dataclass
-class Batch:
-    """Trajectories side by side, padded on the right. Position t speaks of token t + 1."""
-
-    ids: Tensor  # (S, T)
-    mask: Tensor  # (S, T-1) whether token t + 1 was sampled
-    sampler_logprobs: Tensor  # (S, T-1)
-    advantages: Tensor  # (S,)
-    trajectories: list[Trajectory]  # S of them
-
-    def sent(self) -> "Batch":
-        """What another rank needs of it."""
-        return replace(self, trajectories=[])
-
-    def to(self, device) -> "Batch":
-        tensors = (self.ids, self.mask, self.sampler_logprobs, self.advantages)
-        return Batch(*(tensor.to(device) for tensor in tensors), self.trajectories)
-
-
-# For a rank without a micro-batch: of no token, but a pass through the model.
-EMPTY = Batch(
-    torch.zeros(1, 2, dtype=torch.long),
-    torch.zeros(1, 1, dtype=torch.bool),
-    torch.zeros(1, 1),
-    torch.zeros(1),
-    [],
-)
-
-
-def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
-    """(trajectory, advantage) pairs by length, in batches of at most `tokens` padded tokens."""
-    pairs = sorted(pairs, key=lambda pair: len(pair[0].token_ids), reverse=True)
-    batches = []
-    while pairs:
-        length = len(pairs[0][0].token_ids)
-        chosen, pairs = pairs[: max(1, tokens // length)], pairs[max(1, tokens // length) :]
-        ids = torch.zeros(len(chosen), length, dtype=torch.long)
-        mask = torch.zeros(len(chosen), length, dtype=torch.bool)
-        sampler_logprobs = torch.zeros(len(chosen), length)
-        for row, (trajectory, _) in enumerate(chosen):
-            n = len(trajectory.token_ids)
-            ids[row, :n] = torch.tensor(trajectory.token_ids)
-            mask[row, :n] = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
-            sampler_logprobs[row, :n] = torch.tensor(trajectory.logprobs)
-        advantages = torch.tensor([advantage for _, advantage in chosen], dtype=torch.float32)
-        tensors = (ids, mask[:, 1:], sampler_logprobs[:, 1:], advantages)
-        trajectories = [trajectory for trajectory, _ in chosen]
-        batches.append(Batch(*(tensor.to(device) for tensor in tensors), trajectories))
-    return batches
-
-
-@contextmanager
-def reference_policy(model: Qwen3, frozen: Qwen3 | None = None) -> Iterator[Qwen3]:
-    """Inside, what it yields computes as the reference: the frozen copy of full fine-tuning; else
-    the model with the adapter off, or as the adapter that the run started from had it."""
-    if frozen is not None:
-        yield frozen
-        return
-    started_from_one = REFERENCE in model.lora_selection.names
-    with use_adapters(model, [(REFERENCE, None)] if started_from_one else []):
-        yield model
-
-
-def loss_and_backward(
-    model,
-    batches: list[Batch],
-    denominator: int,
-    config: Config,
-    frozen: Qwen3 | None = None,
-    ranks: Ranks | None = None,
-) -> dict:
-    """Stage 4 over all micro-batches: gradients are left on what is trained, each rank's own there,
-    the trainer's logprobs on the trajectories; returns metrics."""
-    ranks = ranks or Ranks(model, None, frozen)
-    sent = [batch.sent() for batch in batches]
-    scores = ranks.map(train_on, sent, denominator, config, empty=EMPTY)
-    if batches and config.kl == 0:
-        # Without a KL loss one micro-batch, of middling length, serves as the metric.
-        middle = len(batches) // 2
-        (reference,) = ranks.map(refer, sent[middle : middle + 1], config, empty=EMPTY)
-        scores[middle]["reference"] = reference
-    seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
-    for batch, score in zip(batches, scores, strict=True):
-        mask, logprobs = batch.mask.cpu(), score["logprobs"]
-        for trajectory, row in zip(batch.trajectories, logprobs.tolist(), strict=True):
-            trajectory.trainer_logprobs = [0.0, *row][: len(trajectory.token_ids)]
-        seen["trainer"].append(logprobs[mask])
-        seen["sampler"].append(batch.sampler_logprobs.cpu()[mask])
-        seen["entropy"].append(score["entropy"][mask])
-        if score["reference"] is not None:
-            seen["policy"].append(logprobs[mask])
-            seen["reference"].append(score["reference"][mask])
-    tokens = {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in seen.items()}
-    everywhere = torch.ones_like(tokens["trainer"])
-    metrics = {
-        "loss": sum((score["loss"] for score in scores), 0.0),
-        "tokens_trained": len(tokens["trainer"]),
-    }
-    metrics["entropy"] = tokens["entropy"].mean().item() if batches else 0.0
-    clipped = sum(score["clipped"] for score in scores)
-    metrics["clipped"] = clipped / max(len(tokens["trainer"]), 1)
-    metrics |= mismatch_metrics(tokens["trainer"], tokens["sampler"], everywhere)
-    measured = torch.ones_like(tokens["policy"])
-    metrics["reference_kl"] = kl_estimates(tokens["policy"], tokens["reference"], measured)["k3"]
-    gap = mismatch_metrics(tokens["policy"], tokens["reference"], measured)["mismatch_max"]
-    metrics["reference_max"] = gap
-    return metrics
-
-
-def train_on(ranks: Ranks, share: list[Batch], denominator: int, config: Config) -> list[dict]:
-    """A rank's part of stage 4: gradients of its micro-batches are left on its model. Returns for
-    each the loss, the clipped tokens, and (S, T-1) on the CPU: logprobs, entropy, reference."""
-    scores = []
-    for batch in share:
-        batch = batch.to(config.device)
-        logprobs, entropy = ranks.model.token_logprobs(batch.ids, batch.mask, config.temperature)
-        loss, counts = policy_loss(
-            config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
-        )
-        reference = None
-        if config.kl > 0:
-            reference = reference_logprobs(ranks, batch, config)
-            arguments = (logprobs, batch.sampler_logprobs, reference, batch.mask, denominator)
-            loss = loss + config.kl * kl_loss(*arguments)
-            reference = reference.cpu()
-        loss.backward()
-        score = {"loss": loss.item(), "clipped": counts["clipped_low"] + counts["clipped_high"]}
-        score |= {"logprobs": logprobs.detach().cpu(), "entropy": entropy.cpu()}
-        scores.append(score | {"reference": reference})
-    return scores
-
-
-@torch.no_grad()
-def reference_logprobs(ranks: Ranks, batch: Batch, config: Config) -> Tensor:
-    with reference_policy(ranks.model, ranks.frozen) as policy:
-        return policy.token_logprobs(batch.ids, batch.mask, config.temperature)[0]
-
-
-def refer(ranks: Ranks, share: list[Batch], config: Config) -> list[Tensor]:
-    return [reference_logprobs(ranks, batch.to(config.device), config).cpu() for batch in share]
-
-
-def step_together(ranks: Ranks, step: int, config: Config) -> float:
-    """Stage 5 on every rank: the same step by the same sum of all gradients."""
-    ranks.reduce_gradients()
-    return optimizer_step(ranks.model, ranks.optimizer, step, config)
-
-
-def optimizer_step(model, optimizer, step: int, config: Config) -> float:
-    """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
-    parameters = {n: p for n, p in trainable(model).items() if p.grad is not None}
-    for name, parameter in parameters.items():
-        if not torch.isfinite(parameter.grad).all():
-            raise RuntimeError(
-                f"the gradient of {name} is not finite; version {step} is kept; try a lower --lr"
-            )
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm).item()
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * min(1.0, (step + 1) / (config.warmup + 1))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
-
-
-def self_check(
-    model, trajectories: list[Trajectory], config: Config, frozen: Qwen3 | None = None
-) -> str:
-    """Before the first step: the policy is its reference, and trainer and sampler agree."""
-    batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
-    model.eval()  # no dropout, as in the reference and in the sampler
-    with torch.no_grad():
-        logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
-        with reference_policy(model, frozen) as policy:
-            reference, _ = policy.token_logprobs(batch.ids, batch.mask)
-    model.train()
-    start = "new adapter changes no bit"
-    if config.full or config.init_adapter:
-        start = f"{'model' if config.full else 'adapter'} is its frozen copy"
-    if not torch.equal(logprobs, reference):
-        raise RuntimeError(f"self-check, the {start}: not so, policy and reference differ")
-    largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
-    if largest > MISMATCH_BOUND[config.dtype]:
-        raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
-    return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
 
 
 def outcome_of(environment, episode: Trajectory) -> str:
@@ -448,37 +239,6 @@ class Trainer:
         return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
 
 
-def load_environments(config) -> tuple[Any, Any]:
-    """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
-    files = dict(SHIPPED_DATA[config.environment])
-    for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
-        if getattr(config, name, ""):
-            files[name] = getattr(config, name)
-            if name != "eval_corpus":  # what is held out of other data is not in the shipped files
-                files.pop("eval_corpus", None)
-            if name == "questions":
-                files.pop("eval_questions", None)
-    eval_corpus = files.pop("eval_corpus", None)
-    if config.environment == "wiki_search":
-        files["results"] = config.search_results
-    environment = load_environment(config.environment, **files)
-    if not environment.eval:
-        raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")
-    if not eval_corpus:
-        return environment, environment
-    return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
-
-
-def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
-    for task in tasks:
-        length = len(tokenizer.prompt_ids(environment, task))
-        if length >= max_length:
-            raise ValueError(
-                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
-                f"{max_length}; raise --max-length"
-            )
-
-
 def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
@@ -502,108 +262,6 @@ def set_up(config: Config) -> Trainer:
     run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     return Trainer(*parts, frozen, Pipeline(config.max_staleness))
-
-
-def load_replica(config: Config) -> tuple:
-    """What every rank holds: load_policy's, started from --init-adapter, and the frozen reference
-    of full fine-tuning."""
-    model, lora, optimizer, size = load_policy(config)
-    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
-    if config.init_adapter:
-        resumed = config.resume and started_from.is_dir()
-        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
-    frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
-    return model, lora, optimizer, size, frozen
-
-
-def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
-    """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
-    trained, the base's size."""
-    device = "cpu" if config.shard_base else config.device  # whole on the host at first
-    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), device)
-    base_parameters = sum(parameter.numel() for parameter in model.parameters())
-    model.model.gradient_checkpointing = config.gradient_checkpointing
-    if config.shard_base:
-        shard_base(model, config.device)
-    if config.quantize == "nf4":
-        quantize_base(model)
-    torch.manual_seed(config.seed)
-    lora = None
-    if not config.full:
-        lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
-        inject_lora(model, lora)
-    # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
-    parameters = trainable(model)
-    optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if trained != {id(p) for p in model.parameters() if p.requires_grad}:
-        raise RuntimeError("the optimizer's parameters are not those that require gradients")
-    return model, lora, optimizer, base_parameters
-
-
-def start_from(model, lora: LoRAConfig, directory: Path) -> None:
-    """Loads an adapter into the trainable one, and a frozen copy of it beside: the reference.
-
-    Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.
-    """
-    found, tensors = read_adapter(directory)
-    targets = {name.split(".")[-3] for name in lora_parameters(model)}
-    for flag, ours, its in (
-        ("--rank", lora.rank, found.rank),
-        ("--alpha", lora.alpha, found.alpha),
-        ("--target-modules", " ".join(sorted(targets)), " ".join(sorted(found.target_modules))),
-    ):
-        if ours != its:
-            raise ValueError(f"{directory}: an adapter with {flag} {its}, not {ours}; set {flag}")
-    load_adapter(model, directory)
-    add_adapter(model, REFERENCE, found, tensors)
-
-
-def start_run(
-    config, name: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
-) -> Run:
-    """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
-    run = open_run(config, name)
-    try:
-        return fill_run(config, run, model, lora, optimizer, base_parameters, heading)
-    except BaseException:
-        run.release()
-        raise
-
-
-def fill_run(
-    config, run: Run, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
-) -> Run:
-    """The rest of start_run, with the directory in hand."""
-    reference = run.directory / "reference"
-    if getattr(config, "init_adapter", "") and not reference.is_dir():
-        save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
-    run = load_checkpoint(run, model, optimizer)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        cut_back(run.directory / name, run.step)
-    adapter = lora_parameters(model)
-    run.base_parameters = base_parameters
-    run.adapter_parameters = sum(p.numel() for p in adapter.values())
-    trained = "all trained"
-    if not config.full:
-        trained = (
-            f"frozen{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
-            f"{run.adapter_parameters:,} ({run.adapter_parameters / base_parameters:.1%}) in "
-            f"{len(adapter) // 2} adapters of rank {config.rank}"
-        )
-    sent = ""
-    if world_size() > 1:
-        trained_parameters = sum(p.numel() for p in trainable(model).values())
-        sent = f"\n{traffic(trained_parameters, base_parameters, config.shard_base)}"
-    print(
-        f"{heading}\n"
-        f"{config.model}: {base_parameters:,} parameters, {trained}\n"
-        f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}"
-        f"{f'; {run.episodes_dropped} episodes were dropped' if run.episodes_dropped else ''}"
-        f"{sent}",
-        flush=True,
-    )
-    return run
 
 
 def vllm_client(config: Config, model, urls, last_words=VLLMEngine.NO_LOG) -> VLLMEngine:

@@ -239,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the optimizer holds other parameters than the adapter's",
-        "train.py",
+        "start.py",
         "torch.optim.Adam(parameters.values(),",
         "torch.optim.Adam(list(parameters.values())[1:],",
         "test_train.py::test_the_optimizer_holds_the_adapter_and_the_adapter_alone",
@@ -260,7 +260,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the reference of full fine-tuning is trained along",
-        "train.py",
+        "start.py",
         "frozen = copy.deepcopy(model).requires_grad_(False)",
         "frozen = model",
         "test_full.py::test_every_weight_moves_and_the_reference_does_not",
@@ -288,7 +288,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a run from an adapter has the base for its reference",
-        "train.py",
+        "update.py",
         "[(REFERENCE, None)] if started_from_one else []",
         "[]",
         "test_train.py::test_a_run_from_an_adapter_starts_as_it_and_refers_to_it",

@@ -25,6 +25,7 @@ import broadcast
 import distributed
 import sft
 import train
+import update
 from config import Config, check_config
 from distributed import LostRank, Ranks
 from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters, merge_lora
@@ -127,7 +128,7 @@ def step_and_show(ranks: Ranks, step: int, config: Config) -> dict:
         name: None if p.grad is None else p.grad.clone()
         for name, p in distributed.trainable(ranks.model).items()
     }
-    train.optimizer_step(ranks.model, ranks.optimizer, step, config)
+    update.optimizer_step(ranks.model, ranks.optimizer, step, config)
     return gradients
 
 
@@ -380,7 +381,9 @@ def test_a_killed_rank_leaves_a_line_and_a_checkpoint(tmp_path, victim):
             os.kill(int(status.parent.name), signal.SIGKILL)
     printed = done(process, code=1)
     assert time.monotonic() - start < 45
-    assert "another rank died" in printed and f"rank      : {victim}" in printed
+    # Rank 0 notices by itself, or is told to end by torchrun before it does.
+    assert "another rank died" in printed or "stopped after step" in printed
+    assert f"rank      : {victim}" in printed  # torchrun says which one was lost
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in printed
     last = int(checkpoints(output)[-1].removeprefix("step_"))
     assert last >= 1  # of step 2 the line may be out, and the checkpoint not yet

@@ -37,6 +37,7 @@ from test_train import (
 from tiny import close, randomise_adapter, tiny_config, tiny_model, tiny_tokens
 
 import train
+import update
 from broadcast import save_adapter
 from config import Config, to_toml
 from engine import Request, TorchEngine
@@ -319,7 +320,7 @@ def test_a_stale_run_that_is_cut_short_goes_on_without_gap_or_repetition(
     tmp_path, small, in_thread, monkeypatch
 ):
     output = tmp_path / "run"
-    original = train.optimizer_step
+    original = update.optimizer_step
 
     def then_end(model, optimizer, step, config):
         if step == 2:
@@ -329,7 +330,7 @@ def test_a_stale_run_that_is_cut_short_goes_on_without_gap_or_repetition(
     fields = small | {"max_staleness": 2, "steps": 6, "group_size": 2}
     (tmp_path / "c.toml").write_text(to_toml(Config(**fields)))
     with monkeypatch.context() as patch:
-        patch.setattr(train, "optimizer_step", then_end)
+        patch.setattr(update, "optimizer_step", then_end)
         message = refusal(["--config", tmp_path / "c.toml", "--output", output])
     assert "step 3: the end" in message
     # Taken: 0, 1, 2. Under way: 3 and 4, which are lost; 2 was sampled, but trained no step.

@@ -34,9 +34,10 @@ from tiny import close, randomise_adapter, seeds, tiny_config, tiny_model
 
 import broadcast
 import train
+import update
 from config import Config, read_toml, to_toml
 from grpo import LOSSES
-from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters
+from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
 from rollout import Trajectory
 
 ROOT = Path(train.__file__).parent
@@ -444,9 +445,9 @@ def test_a_run_from_an_adapter_starts_as_it_and_refers_to_it(
     def spy(model, batches, *arguments):
         with torch.no_grad():
             mine = [model.token_logprobs(batch.ids, batch.mask)[0] for batch in batches]
-            with train.reference_policy(model):
+            with update.reference_policy(model):
                 its = [model.token_logprobs(batch.ids, batch.mask)[0] for batch in batches]
-            with train.use_adapters(model, []):
+            with use_adapters(model, []):
                 base = [model.token_logprobs(batch.ids, batch.mask)[0] for batch in batches]
         start.append((mine, its, base))
         return original(model, batches, *arguments)
@@ -643,7 +644,7 @@ def test_the_learning_rate_warms_up_and_the_gradient_is_clipped():
         before = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        norm = train.optimizer_step(model, optimizer, step, config)
+        norm = update.optimizer_step(model, optimizer, step, config)
         assert norm == pytest.approx(sum(p.numel() for p in parameters) ** 0.5)
         moved = torch.cat(
             [(p.detach() - b).flatten() for p, b in zip(parameters, before, strict=True)]
@@ -657,8 +658,9 @@ def test_the_learning_rate_warms_up_and_the_gradient_is_clipped():
 
 
 def on_call(patch: pytest.MonkeyPatch, name: str, number: int, spoil) -> None:
-    """After the number-th call of train.<name>, spoil(its first argument) happens."""
-    original, calls = getattr(train, name), []
+    """After the number-th call of a function of train.py or update.py, spoil(its first argument)."""
+    module = train if hasattr(train, name) else update
+    original, calls = getattr(module, name), []
 
     def spoiled(*arguments):
         result = original(*arguments)
@@ -667,7 +669,7 @@ def on_call(patch: pytest.MonkeyPatch, name: str, number: int, spoil) -> None:
             spoil(arguments[0])
         return result
 
-    patch.setattr(train, name, spoiled)
+    patch.setattr(module, name, spoiled)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_nothing_of_it_stays(
@@ -1094,7 +1096,8 @@ def test_ctrl_c_in_a_terminal_and_on_again(tmp_path, number):
 @pytest.mark.parametrize("broadcasting", [True, False])
 def test_what_is_broadcast_is_what_samples(tmp_path, as_it_is, monkeypatch, broadcasting):
     """The default job, shortened, is poor before and good after; with a sampler that keeps version
-    0 it stays as poor as it was, although the trainer trains and publishes as before."""
+    0 it stays as poor as it was, although the trainer trains and publishes as before. The probe
+    finds such a sampler out after the first step."""
     publish = train.Trainer.publish
 
     def publish_for_nobody(trainer):
@@ -1105,6 +1108,9 @@ def test_what_is_broadcast_is_what_samples(tmp_path, as_it_is, monkeypatch, broa
 
     if not broadcasting:
         monkeypatch.setattr(train.Trainer, "publish", publish_for_nobody)
+        with pytest.raises(RuntimeError, match="step 1: the embedded engine does not sample"):
+            go(tmp_path / "probed", {"steps": 16, "eval_size": 16})
+        monkeypatch.setattr(train.Trainer, "probe", lambda trainer: asyncio.sleep(0))
     shorter = {"steps": 16, "group_size": 8, "eval_size": 128}
     output = go(tmp_path / "run", shorter)
     summary = json.loads((output / "summary.json").read_text())

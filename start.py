@@ -1,0 +1,168 @@
+"""What a run begins with: data, policy and optimizer, its directory; all that can be wrong.
+
+    load_environments, check_prompts ──► load_replica, on every rank ──► start_run, on the first one
+    questions that fit the context       base, adapter, optimizer        directory, last checkpoint
+
+Nothing is written before start_run, and what it writes first is a directory that nobody else has.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from broadcast import load_adapter, read_adapter, save_adapter
+from chat import Tokenizer
+from config import ASSETS, Config
+from distributed import shard_base, traffic, world_size
+from environments import load_environment
+from full import trainable
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters
+from model import Qwen3
+from quant import quantize_base
+from run import Run, cut_back, load_checkpoint, open_run
+from update import REFERENCE
+
+SHIPPED_DATA = {
+    "wiki_search": {
+        "questions": ASSETS / "tiny-wiki" / "questions.jsonl",
+        "eval_questions": ASSETS / "tiny-wiki" / "eval_questions.jsonl",
+        "corpus": ASSETS / "tiny-wiki" / "corpus.jsonl",
+        "eval_corpus": ASSETS / "tiny-wiki" / "eval_corpus.jsonl",
+    },
+    "math_qa": {"questions": ASSETS / "math_qa.jsonl"},
+}
+
+
+def load_environments(config) -> tuple[Any, Any]:
+    """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
+    files = dict(SHIPPED_DATA[config.environment])
+    for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
+        if getattr(config, name, ""):
+            files[name] = getattr(config, name)
+            if name != "eval_corpus":  # what is held out of other data is not in the shipped files
+                files.pop("eval_corpus", None)
+            if name == "questions":
+                files.pop("eval_questions", None)
+    eval_corpus = files.pop("eval_corpus", None)
+    if config.environment == "wiki_search":
+        files["results"] = config.search_results
+    environment = load_environment(config.environment, **files)
+    if not environment.eval:
+        raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")
+    if not eval_corpus:
+        return environment, environment
+    return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
+
+
+def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
+    for task in tasks:
+        length = len(tokenizer.prompt_ids(environment, task))
+        if length >= max_length:
+            raise ValueError(
+                f"question {task.id}: its prompt of {length} tokens does not fit an episode of "
+                f"{max_length}; raise --max-length"
+            )
+
+
+def load_replica(config: Config) -> tuple:
+    """What every rank holds: load_policy's, started from --init-adapter, and the frozen reference
+    of full fine-tuning."""
+    model, lora, optimizer, size = load_policy(config)
+    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
+    if config.init_adapter:
+        resumed = config.resume and started_from.is_dir()
+        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+    frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
+    return model, lora, optimizer, size, frozen
+
+
+def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
+    """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
+    trained, the base's size."""
+    device = "cpu" if config.shard_base else config.device  # whole on the host at first
+    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), device)
+    base_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.model.gradient_checkpointing = config.gradient_checkpointing
+    if config.shard_base:
+        shard_base(model, config.device)
+    if config.quantize == "nf4":
+        quantize_base(model)
+    torch.manual_seed(config.seed)
+    lora = None
+    if not config.full:
+        lora = LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
+        inject_lora(model, lora)
+    # After the injection, from the adapter's parameters: an optimizer made earlier holds others.
+    parameters = trainable(model)
+    optimizer = torch.optim.Adam(parameters.values(), lr=config.lr, betas=(0.9, 0.95))
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise RuntimeError("the optimizer's parameters are not those that require gradients")
+    return model, lora, optimizer, base_parameters
+
+
+def start_from(model, lora: LoRAConfig, directory: Path) -> None:
+    """Loads an adapter into the trainable one, and a frozen copy of it beside: the reference.
+
+    Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.
+    """
+    found, tensors = read_adapter(directory)
+    targets = {name.split(".")[-3] for name in lora_parameters(model)}
+    for flag, ours, its in (
+        ("--rank", lora.rank, found.rank),
+        ("--alpha", lora.alpha, found.alpha),
+        ("--target-modules", " ".join(sorted(targets)), " ".join(sorted(found.target_modules))),
+    ):
+        if ours != its:
+            raise ValueError(f"{directory}: an adapter with {flag} {its}, not {ours}; set {flag}")
+    load_adapter(model, directory)
+    add_adapter(model, REFERENCE, found, tensors)
+
+
+def start_run(
+    config, name: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
+) -> Run:
+    """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
+    run = open_run(config, name)
+    try:
+        return fill_run(config, run, model, lora, optimizer, base_parameters, heading)
+    except BaseException:
+        run.release()
+        raise
+
+
+def fill_run(
+    config, run: Run, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
+) -> Run:
+    """The rest of start_run, with the directory in hand."""
+    reference = run.directory / "reference"
+    if getattr(config, "init_adapter", "") and not reference.is_dir():
+        save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
+    run = load_checkpoint(run, model, optimizer)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        cut_back(run.directory / name, run.step)
+    adapter = lora_parameters(model)
+    run.base_parameters = base_parameters
+    run.adapter_parameters = sum(p.numel() for p in adapter.values())
+    trained = "all trained"
+    if not config.full:
+        trained = (
+            f"frozen{', projections in 4 bits' if config.quantize == 'nf4' else ''}; "
+            f"{run.adapter_parameters:,} ({run.adapter_parameters / base_parameters:.1%}) in "
+            f"{len(adapter) // 2} adapters of rank {config.rank}"
+        )
+    sent = ""
+    if world_size() > 1:
+        trained_parameters = sum(p.numel() for p in trainable(model).values())
+        sent = f"\n{traffic(trained_parameters, base_parameters, config.shard_base)}"
+    print(
+        f"{heading}\n"
+        f"{config.model}: {base_parameters:,} parameters, {trained}\n"
+        f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}"
+        f"{f'; {run.episodes_dropped} episodes were dropped' if run.episodes_dropped else ''}"
+        f"{sent}",
+        flush=True,
+    )
+    return run

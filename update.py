@@ -1,0 +1,218 @@
+"""One optimizer step: trajectories to micro-batches to gradients, on one process or several.
+
+    trajectories, advantages ──► micro_batches ──► loss_and_backward ──► optimizer_step
+                                 by length,        policy loss, KL,      clipped, finite or
+                                 padded right      metrics (grpo.py)     not at all
+
+How a step's trajectories are split changes neither loss nor gradient: every token weighs the same,
+one over the number of sampled tokens of the whole step. Stages 4 and 5 of train.py's loop.
+
+Axes: S sequences, T tokens.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from config import Config
+from distributed import Ranks
+from full import trainable
+from grpo import kl_estimates, kl_loss, mismatch_metrics, policy_loss
+from lora import use_adapters
+from model import Qwen3
+from rollout import Trajectory
+
+REFERENCE = "reference"  # the frozen copy of --init-adapter, by its name among the adapters
+# Largest difference of a logprob between trainer and sampler that rounding explains, see
+# experiments/mismatch.md.
+MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+@dataclass
+class Batch:
+    """Trajectories side by side, padded on the right. Position t speaks of token t + 1."""
+
+    ids: Tensor  # (S, T)
+    mask: Tensor  # (S, T-1) whether token t + 1 was sampled
+    sampler_logprobs: Tensor  # (S, T-1)
+    advantages: Tensor  # (S,)
+    trajectories: list[Trajectory]  # S of them
+
+    def sent(self) -> "Batch":
+        """What another rank needs of it."""
+        return replace(self, trajectories=[])
+
+    def to(self, device) -> "Batch":
+        tensors = (self.ids, self.mask, self.sampler_logprobs, self.advantages)
+        return Batch(*(tensor.to(device) for tensor in tensors), self.trajectories)
+
+
+# For a rank without a micro-batch: of no token, but a pass through the model.
+EMPTY = Batch(
+    torch.zeros(1, 2, dtype=torch.long),
+    torch.zeros(1, 1, dtype=torch.bool),
+    torch.zeros(1, 1),
+    torch.zeros(1),
+    [],
+)
+
+
+def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
+    """(trajectory, advantage) pairs by length, in batches of at most `tokens` padded tokens."""
+    pairs = sorted(pairs, key=lambda pair: len(pair[0].token_ids), reverse=True)
+    batches = []
+    while pairs:
+        length = len(pairs[0][0].token_ids)
+        chosen, pairs = pairs[: max(1, tokens // length)], pairs[max(1, tokens // length) :]
+        ids = torch.zeros(len(chosen), length, dtype=torch.long)
+        mask = torch.zeros(len(chosen), length, dtype=torch.bool)
+        sampler_logprobs = torch.zeros(len(chosen), length)
+        for row, (trajectory, _) in enumerate(chosen):
+            n = len(trajectory.token_ids)
+            ids[row, :n] = torch.tensor(trajectory.token_ids)
+            mask[row, :n] = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+            sampler_logprobs[row, :n] = torch.tensor(trajectory.logprobs)
+        advantages = torch.tensor([advantage for _, advantage in chosen], dtype=torch.float32)
+        tensors = (ids, mask[:, 1:], sampler_logprobs[:, 1:], advantages)
+        trajectories = [trajectory for trajectory, _ in chosen]
+        batches.append(Batch(*(tensor.to(device) for tensor in tensors), trajectories))
+    return batches
+
+
+@contextmanager
+def reference_policy(model: Qwen3, frozen: Qwen3 | None = None) -> Iterator[Qwen3]:
+    """Inside, what it yields computes as the reference: the frozen copy of full fine-tuning; else
+    the model with the adapter off, or as the adapter that the run started from had it."""
+    if frozen is not None:
+        yield frozen
+        return
+    started_from_one = REFERENCE in model.lora_selection.names
+    with use_adapters(model, [(REFERENCE, None)] if started_from_one else []):
+        yield model
+
+
+def loss_and_backward(
+    model,
+    batches: list[Batch],
+    denominator: int,
+    config: Config,
+    frozen: Qwen3 | None = None,
+    ranks: Ranks | None = None,
+) -> dict:
+    """Stage 4 over all micro-batches: gradients are left on what is trained, each rank's own there,
+    the trainer's logprobs on the trajectories; returns metrics."""
+    ranks = ranks or Ranks(model, None, frozen)
+    sent = [batch.sent() for batch in batches]
+    scores = ranks.map(train_on, sent, denominator, config, empty=EMPTY)
+    if batches and config.kl == 0:
+        # Without a KL loss one micro-batch, of middling length, serves as the metric.
+        middle = len(batches) // 2
+        (reference,) = ranks.map(refer, sent[middle : middle + 1], config, empty=EMPTY)
+        scores[middle]["reference"] = reference
+    seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
+    for batch, score in zip(batches, scores, strict=True):
+        mask, logprobs = batch.mask.cpu(), score["logprobs"]
+        for trajectory, row in zip(batch.trajectories, logprobs.tolist(), strict=True):
+            trajectory.trainer_logprobs = [0.0, *row][: len(trajectory.token_ids)]
+        seen["trainer"].append(logprobs[mask])
+        seen["sampler"].append(batch.sampler_logprobs.cpu()[mask])
+        seen["entropy"].append(score["entropy"][mask])
+        if score["reference"] is not None:
+            seen["policy"].append(logprobs[mask])
+            seen["reference"].append(score["reference"][mask])
+    tokens = {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in seen.items()}
+    everywhere = torch.ones_like(tokens["trainer"])
+    metrics = {
+        "loss": sum((score["loss"] for score in scores), 0.0),
+        "tokens_trained": len(tokens["trainer"]),
+    }
+    metrics["entropy"] = tokens["entropy"].mean().item() if batches else 0.0
+    clipped = sum(score["clipped"] for score in scores)
+    metrics["clipped"] = clipped / max(len(tokens["trainer"]), 1)
+    metrics |= mismatch_metrics(tokens["trainer"], tokens["sampler"], everywhere)
+    measured = torch.ones_like(tokens["policy"])
+    metrics["reference_kl"] = kl_estimates(tokens["policy"], tokens["reference"], measured)["k3"]
+    gap = mismatch_metrics(tokens["policy"], tokens["reference"], measured)["mismatch_max"]
+    metrics["reference_max"] = gap
+    return metrics
+
+
+def train_on(ranks: Ranks, share: list[Batch], denominator: int, config: Config) -> list[dict]:
+    """A rank's part of stage 4: gradients of its micro-batches are left on its model. Returns for
+    each the loss, the clipped tokens, and (S, T-1) on the CPU: logprobs, entropy, reference."""
+    scores = []
+    for batch in share:
+        batch = batch.to(config.device)
+        logprobs, entropy = ranks.model.token_logprobs(batch.ids, batch.mask, config.temperature)
+        loss, counts = policy_loss(
+            config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
+        )
+        reference = None
+        if config.kl > 0:
+            reference = reference_logprobs(ranks, batch, config)
+            arguments = (logprobs, batch.sampler_logprobs, reference, batch.mask, denominator)
+            loss = loss + config.kl * kl_loss(*arguments)
+            reference = reference.cpu()
+        loss.backward()
+        score = {"loss": loss.item(), "clipped": counts["clipped_low"] + counts["clipped_high"]}
+        score |= {"logprobs": logprobs.detach().cpu(), "entropy": entropy.cpu()}
+        scores.append(score | {"reference": reference})
+    return scores
+
+
+@torch.no_grad()
+def reference_logprobs(ranks: Ranks, batch: Batch, config: Config) -> Tensor:
+    with reference_policy(ranks.model, ranks.frozen) as policy:
+        return policy.token_logprobs(batch.ids, batch.mask, config.temperature)[0]
+
+
+def refer(ranks: Ranks, share: list[Batch], config: Config) -> list[Tensor]:
+    return [reference_logprobs(ranks, batch.to(config.device), config).cpu() for batch in share]
+
+
+def step_together(ranks: Ranks, step: int, config: Config) -> float:
+    """Stage 5 on every rank: the same step by the same sum of all gradients."""
+    ranks.reduce_gradients()
+    return optimizer_step(ranks.model, ranks.optimizer, step, config)
+
+
+def optimizer_step(model, optimizer, step: int, config: Config) -> float:
+    """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
+    parameters = {n: p for n, p in trainable(model).items() if p.grad is not None}
+    for name, parameter in parameters.items():
+        if not torch.isfinite(parameter.grad).all():
+            raise RuntimeError(
+                f"the gradient of {name} is not finite; version {step} is kept; try a lower --lr"
+            )
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm).item()
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * min(1.0, (step + 1) / (config.warmup + 1))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def self_check(
+    model, trajectories: list[Trajectory], config: Config, frozen: Qwen3 | None = None
+) -> str:
+    """Before the first step: the policy is its reference, and trainer and sampler agree."""
+    batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
+    model.eval()  # no dropout, as in the reference and in the sampler
+    with torch.no_grad():
+        logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
+        with reference_policy(model, frozen) as policy:
+            reference, _ = policy.token_logprobs(batch.ids, batch.mask)
+    model.train()
+    start = "new adapter changes no bit"
+    if config.full or config.init_adapter:
+        start = f"{'model' if config.full else 'adapter'} is its frozen copy"
+    if not torch.equal(logprobs, reference):
+        raise RuntimeError(f"self-check, the {start}: not so, policy and reference differ")
+    largest = (logprobs - batch.sampler_logprobs)[batch.mask].abs().max().item()
+    if largest > MISMATCH_BOUND[config.dtype]:
+        raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
+    return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
