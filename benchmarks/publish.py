@@ -40,7 +40,7 @@ import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks.client import package_versions  # noqa: E402
+from benchmarks.vllm_client import package_versions  # noqa: E402
 from broadcast import publish, read_adapter, retire  # noqa: E402
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, remove_adapter  # noqa: E402
 from model import Qwen3, Qwen3Config, read_checkpoint  # noqa: E402

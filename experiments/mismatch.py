@@ -41,7 +41,7 @@ import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.client import package_versions  # noqa: E402
+from benchmarks.vllm_client import package_versions  # noqa: E402
 from broadcast import load_adapter, read_adapter  # noqa: E402
 from chat import load_tokenizer  # noqa: E402
 from config import Config  # noqa: E402

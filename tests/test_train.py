@@ -658,7 +658,7 @@ def test_the_learning_rate_warms_up_and_the_gradient_is_clipped():
 
 
 def on_call(patch: pytest.MonkeyPatch, name: str, number: int, spoil) -> None:
-    """After the number-th call of a function of train.py or update.py, spoil(its first argument)."""
+    """After the number-th call of train.<name> or update.<name>, spoil(its first argument)."""
     module = train if hasattr(train, name) else update
     original, calls = getattr(module, name), []
 
