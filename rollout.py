@@ -24,6 +24,7 @@ Axes: P prompts (groups), G samples per group.
 
 import asyncio
 import hashlib
+import inspect
 import math
 import random
 from collections import Counter
@@ -437,7 +438,8 @@ async def run_episode(
             episode.finish_reason = "wrong_stop"
         elif not calls:
             episode.finish_reason = "answered"
-            episode.reward = float(environment.reward(task, messages))
+            reward = environment.reward(task, messages)
+            episode.reward = float(await reward if inspect.isawaitable(reward) else reward)
         elif episode.turns == max_turns:
             episode.finish_reason = "max_turns"
         else:
