@@ -5,6 +5,9 @@
     python train.py --config my.toml --steps 50      any field below, from a file and as a flag
     python train.py --init-adapter runs/x/adapter    go on from an adapter, such as one of sft.py
     python train.py --output runs/x --resume         go on where a run stopped, bit for bit
+    python train.py --config my.toml --eval-only     the held-out reward, with its interval
+    python train.py --config my.toml --plan          what a run will need (tools/plan.py)
+    python train.py --config my.toml --rehearse      two steps in miniature (tools/rehearse.py)
 
 One step, numbered as in the README's figure:
 
@@ -44,6 +47,8 @@ from broadcast import list_published, load_adapter, publish, read_adapter, retir
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, VLLM_RANKS, Config, check_config, parse_config
 from environments import load_environment
+from environments.judge import Judge
+from environments.wiki_search import SCORES
 from full import check_finite, trainable
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
@@ -56,6 +61,8 @@ from run import (
     append_row,
     cut_back,
     finish,
+    finish_evaluation,
+    interval,
     load_checkpoint,
     open_run,
     run_name,
@@ -204,11 +211,12 @@ def self_check(
 ) -> str:
     """Before the first step: the policy is its reference, and trainer and sampler agree."""
     batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
+    scored = (batch.ids, batch.mask, eval_draws(config)[1] or 1.0)
     model.eval()  # no dropout, as in the reference and in the sampler
     with torch.no_grad():
-        logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
+        logprobs, _ = model.token_logprobs(*scored)
         with reference_policy(model, frozen) as policy:
-            reference, _ = policy.token_logprobs(batch.ids, batch.mask)
+            reference, _ = policy.token_logprobs(*scored)
     model.train()
     start = "new adapter changes no bit"
     if config.full or config.init_adapter:
@@ -221,11 +229,17 @@ def self_check(
     return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
 
 
+def eval_draws(config) -> tuple[int, float]:
+    """Samples of a held-out question and their temperature: one is greedy, several must differ."""
+    samples = getattr(config, "eval_samples", 1)  # sft.py's configuration has none
+    return samples, config.temperature if samples > 1 else 0.0
+
+
 def outcome_of(environment, episode: Trajectory) -> str:
     """What became of an episode, in words."""
     if episode.finish_reason != "answered":
         return f"no answer: {episode.finish_reason}"
-    return environment.outcome(episode.task, episode.messages)
+    return environment.outcome(episode.task, episode.messages, episode.reward)
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -339,13 +353,18 @@ class Trainer:
         return groups
 
     async def evaluate(self) -> tuple[dict, list[Trajectory]]:
-        """Greedy mean reward on the held-out questions, and what became of the episodes."""
+        """Mean reward on the held-out questions and its interval, and what became of the
+        episodes."""
         tasks = self.held_out.eval[: self.config.eval_size]
-        groups = await self.play(self.held_out, tasks, 1, 0.0, "evaluating")
-        episodes = [group[0] for group in groups]
+        groups = await self.play(self.held_out, tasks, *eval_draws(self.config), "evaluating")
+        episodes = [episode for group in groups for episode in group]
         outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
-        reward = sum(episode.reward for episode in episodes) / len(episodes)
-        return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
+        result = {
+            "reward": sum(episode.reward for episode in episodes) / len(episodes),
+            "interval": interval([[episode.reward for episode in group] for group in groups]),
+            "outcomes": dict(outcomes.most_common()),
+        }
+        return result, episodes
 
 
 def load_environments(config) -> tuple[Any, Any]:
@@ -361,6 +380,9 @@ def load_environments(config) -> tuple[Any, Any]:
     eval_corpus = files.pop("eval_corpus", None)
     if config.environment == "wiki_search":
         files["results"] = config.search_results
+        files["score"] = SCORES[getattr(config, "score", "exact")]
+        if getattr(config, "judge_url", ""):
+            files["judge"] = Judge(config.judge_url, config.judge_model)
     environment = load_environment(config.environment, **files)
     if not environment.eval:
         raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")
@@ -383,6 +405,8 @@ def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     environment, held_out = load_environments(config)
+    if config.judge_url:
+        environment.judge.check()
     tokenizer = load_tokenizer(config.model)
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
@@ -505,9 +529,40 @@ async def start_vllm(trainer: Trainer, stack: AsyncExitStack) -> None:
 
 
 async def train(config: Config) -> None:
-    """One run, from its first check to the last line that it prints."""
+    """One run, from its first check to the last line that it prints; or its plan, or a rehearsal
+    of it, or what it would only evaluate."""
     async with AsyncExitStack() as stack:
-        await train_within(config, stack)
+        if config.plan:
+            from tools.plan import plan  # beside the core, as the launcher is
+
+            check_config(config)
+            print(plan(config))
+            return
+        if config.rehearse:
+            from tools.rehearse import rehearsal
+
+            config = stack.enter_context(rehearsal(config))
+        await (evaluate_within if config.eval_only else train_within)(config, stack)
+
+
+async def evaluate_within(config: Config, stack: AsyncExitStack) -> None:
+    """--eval-only: the held-out reward of the base or of --init-adapter, and nothing trained."""
+    started = time.monotonic()
+    trainer = set_up(config)
+    run = trainer.run
+    try:
+        if config.engine == "vllm":
+            await start_vllm(trainer, stack)
+        trainer.publish()
+        await trainer.probe()
+        result, episodes = await trainer.evaluate()
+        print(self_check(trainer.model, episodes[:16], config, trainer.frozen))
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise RuntimeError(f"{run.directory}: {error}") from error
+    for episode in episodes:
+        sample = sample_row(run, episode, 0.0, outcome_of(trainer.held_out, episode))
+        append_row(run.directory / "samples.jsonl", sample)
+    finish_evaluation(run, result, config, len(episodes), time.monotonic() - started)
 
 
 async def train_within(config: Config, stack: AsyncExitStack) -> None:
