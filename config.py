@@ -26,7 +26,15 @@ from lora import TARGETS
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank accepts (vllm#2847)
-RESUMABLE = ("steps", "vllm_url", "vllm_timeout", "judge_url")  # may be told anew
+# What a resumed run may be told anew.
+RESUMABLE = (
+    "steps",
+    "vllm_url",
+    "vllm_timeout",
+    "judge_url",
+    "shard_base",
+    "gradient_checkpointing",
+)
 COMMANDS = ("eval_only", "plan", "plan_device", "rehearse", "output", "resume")  # of no run's file
 LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
 
@@ -59,6 +67,12 @@ class Config:
     """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
+    shard_base: bool = False
+    """Each rank of torchrun holds a part of the frozen base only (FSDP2); for a base that does not
+    fit one device. It needs --engine vllm."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again: less memory,
+    about a third more time, the same gradients."""
 
     environment: Literal[tuple(ENVIRONMENTS)] = "wiki_search"
     """The task, a file in environments/. Its own small data is used where none is named below."""
@@ -133,7 +147,7 @@ class Config:
     output: str = ""
     """Directory of the run; by default a new one under runs/."""
     resume: bool = False
-    """Go on with the run in --output; only --steps and the servers may differ."""
+    """Go on with the run in --output; only --steps, servers and what saves memory may differ."""
     eval_only: bool = False
     """Only answer the held-out questions, by the base or --init-adapter, and stop."""
     plan: bool = False
@@ -179,6 +193,11 @@ def check_config(config) -> None:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
     if config.full:
         check_full(config)
+    if config.shard_base and config.quantize != "none":
+        raise ValueError(
+            "--shard-base gathers matrices of one dtype, and --quantize nf4 has packed bytes and "
+            "fp32 scales; leave one of the two out"
+        )
     if isinstance(config, Config):
         check_modes(config)
     if not getattr(config, "plan", False):  # which is for another machine
@@ -212,6 +231,8 @@ def check_full(config) -> None:
         )
     if config.quantize != "none":
         raise ValueError("--full trains every weight, and --quantize nf4 freezes them in 4 bits")
+    if config.shard_base:
+        raise ValueError("--full trains every weight, and --shard-base shares out frozen ones")
 
 
 def check_modes(config: Config) -> None:
@@ -227,6 +248,11 @@ def check_modes(config: Config) -> None:
         raise ValueError(
             "--quantize nf4 trains on 4-bit weights, and vLLM would sample from others: two "
             "policies; use --engine torch"
+        )
+    if config.shard_base and config.engine == "torch":
+        raise ValueError(
+            "--shard-base leaves no rank the whole base that the embedded engine samples from; use "
+            "--engine vllm"
         )
     if config.vllm_url and config.engine != "vllm":
         raise ValueError("--vllm-url names servers for --engine vllm; add that")

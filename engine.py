@@ -10,8 +10,19 @@ A cache kept between calls is found by the longest token prefix under the same a
 shared prompt and a conversation's earlier turns are the same mechanism.
 
 Projections stay separate: q, k, v and gate, up as one product each, with one shrink for their
-adapters, would save 9% of a layer when the tiny model decodes 32 rows, 5% at 128, and nothing in
-Qwen3-0.6B's shapes (benchmarks/fusion.py), at the price of a second copy or of other names.
+adapters, would save 9% of a layer when the tiny model decodes 32 rows and 5% at 128, and in the
+shapes of Qwen3-0.6B 4% of prefill and nothing of such decoding (benchmarks/fusion.py), at the price
+of a second copy of the base or of other names than the checkpoint's.
+
+Adapters are directories on disk, of which max_adapters are in memory. A request that names another
+one has it paged in before its prefill, and the one that was used least recently leaves:
+
+    add_adapter ──► read, checked, ──► in memory ──── room is needed, no live request ───► on disk
+                    fingerprinted          ▲                                                  │
+                                           └── a request names it: read, same fingerprint? ◄──┘
+
+Keys and values outlive the paging, since the weights are the same bytes. A directory that has gone
+or changed meanwhile is an error for the request that names it, and for nobody else.
 
 Axes: S live streams, T tokens, V vocabulary.
 
@@ -20,6 +31,7 @@ beam search, paged memory (a slot is one stream of max_length tokens).
 """
 
 import asyncio
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +45,7 @@ from torch import Tensor
 import lora
 from broadcast import read_adapter
 from model import KVCache, Qwen3
+from segments import Stack, use_rows
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,12 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
 # --- drawing -------------------------------------------------------------------------------------
 
 
+def derive_seed(*parts: int) -> int:
+    """63 bits from whatever numbers a sample, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """A number in [0, 1) for each (seed, position): splitmix64, a hash, so there is no state that a
     neighbour in the batch or the order of arrival could move. 24 bits, exact in fp32."""
@@ -116,6 +135,25 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor,
 # --- the embedded engine -------------------------------------------------------------------------
 
 
+def fingerprint(config: lora.LoRAConfig, tensors: dict[str, Tensor]) -> bytes:
+    """Of all that an adapter computes."""
+    digest = hashlib.sha256(repr(config).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy())
+    return digest.digest()
+
+
+@dataclass
+class Adapter:
+    """A registered adapter: in memory, or only on disk."""
+
+    directory: Path
+    fingerprint: bytes
+    in_memory: bool = False
+    used: int = 0  # step of the last use: the oldest leaves first
+
+
 @dataclass(eq=False)
 class Stream:
     """A request on its way: waiting until it gets a slot, live from then on."""
@@ -135,16 +173,24 @@ class TorchEngine:
     """Continuous batching on one model, with a key-value cache reused by longest token prefix.
 
     slots: streams held at once, live or kept for reuse. max_length: tokens of a stream, prompt
-    included. prefill_tokens: tokens of one prefill pass, padding included. Adapters are published
-    directories (broadcast.py), loaded beside the one base. The work is done in a background task
-    of the running event loop, which ends when nothing is left to do.
+    included. prefill_tokens: tokens of one prefill pass, padding included. max_adapters: how many
+    are in memory at once (None: all), those that act together in one batch twice (segments.py).
+    Adapters are published directories (broadcast.py), loaded beside the one base. The work is done
+    in a background task of the running event loop, which ends when nothing is left to do.
     """
 
     def __init__(
-        self, model: Qwen3, slots: int = 64, max_length: int = 1024, prefill_tokens: int = 8192
+        self,
+        model: Qwen3,
+        slots: int = 64,
+        max_length: int = 1024,
+        prefill_tokens: int = 8192,
+        max_adapters: int | None = None,
     ):
         if slots < 1 or prefill_tokens < 1:
             raise ValueError(f"slots {slots} and prefill_tokens {prefill_tokens} must be positive")
+        if max_adapters is not None and max_adapters < 1:
+            raise ValueError(f"max_adapters must be at least 1, not {max_adapters}")
         if not 2 <= max_length <= model.config.max_position_embeddings:
             raise ValueError(
                 f"max_length {max_length} must be in 2..{model.config.max_position_embeddings}, "
@@ -164,7 +210,10 @@ class TorchEngine:
         # An adapter gets a number that no other ever had: nothing computed under one is found under
         # another, nor under the same name loaded again.
         self.owners: dict[str | None, int] = {None: 0}
-        self.adapters_loaded = self.steps = 0
+        self.adapters_added = self.steps = 0
+        self.registered: dict[str, Adapter] = {}
+        self.max_adapters = max_adapters
+        self.stack = Stack(model, weight.dtype, weight.device)
         self.seeds = np.random.default_rng()
         self.task: asyncio.Task | None = None
 
@@ -176,19 +225,77 @@ class TorchEngine:
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters that a request may name."""
-        return [name for name in self.owners if name is not None]
+        return list(self.registered)
 
     def add_adapter(self, name: str, directory: str | Path) -> None:
-        """Loads a published PEFT directory, the same files that vLLM reads."""
-        lora.add_adapter(self.model, name, *read_adapter(directory))
-        self.adapters_loaded += 1
-        self.owners[name] = self.adapters_loaded
+        """Registers a published PEFT directory, the same files that vLLM reads, and loads it unless
+        live requests need all the room there is.
+
+        The directory must stay as it is until remove_adapter. Raises ValueError for a name that is
+        taken and as read_adapter and lora.check_adapter, for what would fail later otherwise.
+        """
+        lora.check_name(self.model, name)
+        if name in self.registered:
+            raise ValueError(f"an adapter named {name!r} is there already, on disk")
+        config, tensors = read_adapter(directory)
+        lora.check_adapter(self.model, name, config, tensors)
+        adapter = Adapter(Path(directory).absolute(), fingerprint(config, tensors))
+        if self.make_room():
+            lora.add_adapter(self.model, name, config, tensors)
+            adapter.in_memory, adapter.used = True, self.steps
+        self.registered[name] = adapter
+        self.adapters_added += 1
+        self.owners[name] = self.adapters_added
 
     def remove_adapter(self, name: str) -> None:
         """Forgets an adapter and what is cached of it; refused while a request needs it."""
         self.drop_cache(name)
+        if self.registered[name].in_memory:
+            self.page_out(name)
+        del self.registered[name], self.owners[name]
+
+    # Paging: which of the registered adapters are in memory.
+
+    def make_room(self) -> bool:
+        """Room for one more adapter in memory, if need be that of the one used least recently;
+        False if live requests need all that are there."""
+        inside = [name for name, adapter in self.registered.items() if adapter.in_memory]
+        if self.max_adapters is None or len(inside) < self.max_adapters:
+            return True
+        live = {stream.request.adapter for stream in self.live if stream}
+        idle = [name for name in inside if name not in live]
+        if idle:
+            self.page_out(min(idle, key=lambda name: self.registered[name].used))
+        return bool(idle)
+
+    def page_out(self, name: str) -> None:
         lora.remove_adapter(self.model, name)
-        del self.owners[name]
+        self.stack.forget(name)
+        self.registered[name].in_memory = False
+
+    @torch.inference_mode(False)  # tensors like those that add_adapter loads, in a step or not
+    def page_in(self, name: str | None) -> bool:
+        """Whether the adapter is in memory now. Raises RuntimeError if its directory is no longer
+        what was added."""
+        adapter = self.registered.get(name)
+        if adapter is None or adapter.in_memory:  # None: the base
+            return True
+        if not self.make_room():
+            return False
+        try:
+            config, tensors = read_adapter(adapter.directory)
+        except (ValueError, OSError) as error:
+            raise RuntimeError(
+                f"adapter {name!r} was paged out and cannot be read again: {error}"
+            ) from error
+        if fingerprint(config, tensors) != adapter.fingerprint:
+            raise RuntimeError(
+                f"adapter {name!r}: {adapter.directory} has changed since it was added, and keys "
+                "and values that it computed are cached; publish under a new name and path"
+            )
+        lora.add_adapter(self.model, name, config, tensors)
+        adapter.in_memory = True
+        return True
 
     def drop_cache(self, adapter: str | None = None) -> None:
         """Forgets what was computed under `adapter` (None: under the base alone)."""
@@ -262,6 +369,11 @@ class TorchEngine:
             if stream and stream.future.done():
                 self.leave(stream)
         self.admit()
+        names = {stream.request.adapter for stream in self.live if stream} - {None}
+        for name in names:
+            self.registered[name].used = self.steps
+        if len(names) > 1:
+            self.stack.hold(sorted(names, key=self.owners.get))
         self.prefill()
         self.decode()
 
@@ -280,6 +392,9 @@ class TorchEngine:
 
         At once, before anybody in the queue can evict it; nothing is copied.
         """
+        adapter = self.registered.get(stream.request.adapter)
+        if adapter and not adapter.in_memory:
+            return False
         shared = np.minimum(self.shared_prefix(stream), self.lengths)
         idle = np.array([other is None for other in self.live])
         whole = np.where(idle & (shared == self.lengths), shared, 0)
@@ -308,6 +423,14 @@ class TorchEngine:
                 # Most of what is missing is about to be computed, as by the first of a group for
                 # the others: a step of patience saves doing it twice.
                 postponed.append(stream)
+                continue
+            try:
+                if not self.page_in(stream.request.adapter):
+                    # Live requests will end and make room; who came later waits behind.
+                    self.waiting.appendleft(stream)
+                    break
+            except RuntimeError as error:
+                stream.future.set_exception(error)
                 continue
             source = int(cached.argmax())
             idle = [slot for slot, other in enumerate(self.live) if other is None]
@@ -381,20 +504,10 @@ class TorchEngine:
 
     def extend(self, streams, ids, rows, starts, lengths=None) -> Tensor:
         """model.extend, with each stream's adapter on its row: logits (S, V)."""
-        names = [stream.request.adapter for stream in streams]
-        segments = [(names[0], None)]  # all rows: nothing to index
-        if len(set(names)) > 1:
-            numbers = np.array([stream.owner for stream in streams])
-            segments = [
-                (name, torch.as_tensor(np.flatnonzero(numbers == number), device=self.device))
-                for name, number in self.owners.items()
-                if name in names
-            ]
-        segments = [(name, its_rows) for name, its_rows in segments if name is not None]
         ids, starts = (torch.as_tensor(array, device=self.device) for array in (ids, starts))
         if lengths is not None:
             lengths = torch.as_tensor(lengths, device=self.device)
-        with lora.use_adapters(self.model, segments):
+        with use_rows(self.model, self.stack, [stream.request.adapter for stream in streams]):
             return self.model.extend(ids, self.cache, rows, starts, lengths)
 
     def advance(self, logits: Tensor, streams: list[Stream]) -> None:

@@ -16,7 +16,8 @@ selection that all layers of a model share says which adapter acts on which rows
         [("v17", None)]                         base(x) + update of version 17: the sampler
         [("a", 0:3), ("b", 3:5)]                rows 0-2 with a, rows 3-4 with b, the rest the base
 
-so the trainer, the reference and every sampler version share one set of base tensors. A projection
+so the trainer, the reference and every sampler version share one set of base tensors. Here segment
+follows segment, which is the definition; segments.py applies many short ones together. A projection
 of experts (experts.py) is E such layers at once, each expert with an A and a B of its own.
 
 Axes: S rows (sequences), R rank, E experts, N (token, expert) pairs. Adapter tensors are fp32
@@ -93,6 +94,7 @@ class Selection:
     def __init__(self):
         self.segments: Segments = [(TRAINABLE, None)]
         self.names: set[str] = set()  # of all adapters that the model holds
+        self.batch = None  # segments.py: the same segments, applied together
 
 
 class LoRALinear(nn.Module):
@@ -126,6 +128,8 @@ class LoRALinear(nn.Module):
         if self.merged is not None and segments == [(TRAINABLE, None)]:
             return F.linear(x, self.merged, self.base.bias)
         y = self.base(x)
+        if self.selection.batch is not None:
+            return self.selection.batch.add_updates(self, x, y)
         for name, rows in segments:
             if name not in self.lora_A:
                 continue  # this adapter leaves this layer alone
@@ -299,13 +303,10 @@ def add_adapter(
 ) -> None:
     """Adds a frozen adapter under `name`, beside whatever the model holds.
 
-    tensors: names and shapes as lora_parameters gives them. Raises ValueError if the name is taken,
-    and as check_adapter.
+    tensors: names and shapes as lora_parameters gives them. Raises ValueError as check_name and
+    check_adapter.
     """
-    if name == TRAINABLE or "." in name:
-        raise ValueError(f"{name!r} cannot name a frozen adapter (reserved, or it holds a dot)")
-    if any(name in layer.lora_A for layer in lora_layers(model).values()):
-        raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")
+    check_name(model, name)
     names = check_adapter(model, name, config, tensors)
     for layer_name, layer in zip(names, _wrap(model, names), strict=True):
         device = next(layer.base.parameters()).device
@@ -313,6 +314,14 @@ def add_adapter(
         B = tensors[f"{layer_name}.lora_B.weight"].to(device, torch.float32)
         layer.add(name, A, B, config)
     model.lora_selection.names.add(name)
+
+
+def check_name(model: nn.Module, name: str) -> None:
+    """ValueError for a name that no frozen adapter can have, or that one in the model has."""
+    if name == TRAINABLE or "." in name:
+        raise ValueError(f"{name!r} cannot name a frozen adapter (reserved, or it holds a dot)")
+    if any(name in layer.lora_A for layer in lora_layers(model).values()):
+        raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")
 
 
 def check_adapter(
@@ -355,22 +364,24 @@ def remove_adapter(model: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def use_adapters(model: nn.Module, segments: Segments) -> Iterator[None]:
+def use_adapters(model: nn.Module, segments: Segments, batch=None) -> Iterator[None]:
     """Inside, each (name, rows) of `segments` applies its adapter to those rows of the batch.
 
     rows: a slice or an index tensor on the first axis, None for all; rows in no segment get the
     base. Segments must not overlap. ValueError for a name that the model does not hold: it would
-    be the base that answers, and nobody would notice.
+    be the base that answers, and nobody would notice. batch: the same segments, prepared by
+    segments.py to be applied together; many short ones are then much faster.
     """
     selection = getattr(model, "lora_selection", Selection())  # without adapters: one without names
     for name, _ in segments:
         if name not in selection.names:
             raise ValueError(f"no adapter named {name!r}; there are {sorted(selection.names)}")
-    before, selection.segments = selection.segments, segments
+    before = selection.segments, selection.batch
+    selection.segments, selection.batch = segments, batch
     try:
         yield
     finally:
-        selection.segments = before
+        selection.segments, selection.batch = before
 
 
 def adapter_disabled(model: nn.Module):
@@ -390,6 +401,8 @@ def merge_lora(model: nn.Module) -> None:
         if TRAINABLE in layer.lora_A:
             A, B = layer.lora_A[TRAINABLE], layer.lora_B[TRAINABLE]
             W0 = layer.base.weight
+            if hasattr(W0, "full_tensor"):  # sharded (distributed.py): all ranks merge together
+                W0 = W0.full_tensor()
             layer.merged = (W0.float() + layer.scaling[TRAINABLE] * (B @ A)).to(W0.dtype)
 
 

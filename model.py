@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from checkpoint import check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import MixtureOfExperts, split_experts, stack_experts
@@ -328,6 +329,8 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # Keep a layer's input alone for the backward pass, which computes the layer again.
+        self.gradient_checkpointing = False
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, write: CacheWrite | None = None
@@ -337,7 +340,10 @@ class Decoder(nn.Module):
         if positions.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]  # (S, 1, T, C), one for all heads
         for layer in self.layers:
-            x = layer(x, cos, sin, write)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, write, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, write)
         return self.norm(x)
 
 

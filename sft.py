@@ -3,6 +3,7 @@
     python sft.py --rank 8                               demonstrations of the miniature wiki
     python sft.py --model Qwen/Qwen3-0.6B --data my.jsonl --max-length 4096
     python train.py --init-adapter runs/.../adapter      and on by reinforcement learning
+    torchrun --nproc-per-node 2 sft.py --rank 8          several processes (distributed.py)
 
 A line of data is a conversation: {"messages": [...]} in OpenAI's chat format, calls of tools
 included, with "tools" (JSON schemas) where the assistant has any; or {"prompt": ..., "completion":
@@ -34,20 +35,23 @@ from tqdm import tqdm
 
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, check_config
+from distributed import Ranks, check_ranks, recruit
 from environments import ENVIRONMENTS, Source, Task, read_lines
+from full import trainable
 from lora import TARGETS
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
 from train import (
+    EMPTY,
     Batch,
     Trainer,
     check_prompts,
     load_environments,
     load_policy,
     micro_batches,
-    optimizer_step,
     run_command,
     start_run,
+    step_together,
     tasks_of_step,
 )
 
@@ -87,6 +91,12 @@ class SFTConfig:
     """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
     device: str = "cpu"
     """Where to compute, e.g. cpu or cuda."""
+    shard_base: bool = False
+    """Each rank of torchrun holds a part of the frozen base only (FSDP2); for a base that does not
+    fit one device. Then no questions are answered, which takes a whole one."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again: less memory,
+    about a third more time, the same gradients."""
 
     data: str = ""
     """Conversations (messages, tools; or prompt, completion): JSONL, parquet, or a Hub dataset; by
@@ -137,7 +147,7 @@ class SFTConfig:
     output: str = ""
     """Directory of the run; by default a new one under runs/."""
     resume: bool = False
-    """Go on with the run in --output; only --steps may differ."""
+    """Go on with the run in --output; only --steps and what saves memory may differ."""
 
 
 # --- conversations to tokens ----------------------------------------------------------------------
@@ -265,34 +275,53 @@ def checked_call(call: Any) -> dict:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def loss_and_backward(model, batches: list[Batch], label: str = "") -> dict:
-    """-log pi, averaged over all tokens that carry loss; gradients are left on the adapter, if they
-    are enabled. How the tokens are split into batches changes nothing."""
+def loss_and_backward(
+    model, batches: list[Batch], label: str = "", ranks: Ranks | None = None, learn: bool = True
+) -> dict:
+    """-log pi, averaged over all tokens that carry loss; gradients are left on the adapter, each
+    rank's own there, if it is to learn. How the tokens are split into batches changes nothing."""
+    ranks = ranks or Ranks(model, None)
     denominator = sum(int(batch.mask.sum()) for batch in batches)
-    loss_sum = entropy_sum = 0.0
-    for batch in tqdm(batches, desc=label, leave=False, disable=None):
-        logprobs, entropy = model.token_logprobs(batch.ids, batch.mask)  # zero off the mask
-        loss = -logprobs.sum() / denominator
-        if torch.is_grad_enabled():
-            loss.backward()
-        loss_sum += loss.item()
-        entropy_sum += entropy.sum().item()
-    mean_entropy = entropy_sum / denominator
-    return {"loss": loss_sum, "entropy": mean_entropy, "tokens_trained": denominator}
+    sent = [batch.sent() for batch in batches]
+    scores = ranks.map(learn_from, sent, denominator, label, learn, empty=EMPTY)
+    loss, entropy = (sum(parts) for parts in zip(*scores, strict=True))
+    return {"loss": loss, "entropy": entropy / denominator, "tokens_trained": denominator}
+
+
+def learn_from(
+    ranks: Ranks, share: list[Batch], denominator: int, label: str, learn: bool
+) -> list[tuple[float, float]]:
+    """A rank's part: for each of its micro-batches the loss and the sum of the entropy. Without
+    gradient and dropout, unless it is to learn."""
+    model, scores = ranks.model, []
+    model.train(learn)
+    with torch.set_grad_enabled(learn):
+        for batch in tqdm(share, label, leave=False, disable=True if ranks.number else None):
+            batch = batch.to(device_of(model))
+            logprobs, entropy = model.token_logprobs(batch.ids, batch.mask)  # zero off the mask
+            loss = -logprobs.sum() / denominator
+            if learn:
+                loss.backward()
+            scores.append((loss.item(), entropy.sum().item()))
+    model.train()
+    return scores
+
+
+def device_of(model) -> torch.device:
+    return next(iter(trainable(model).values())).device
 
 
 def in_batches(demonstrations: list[Trajectory], config: SFTConfig) -> list[Batch]:
     pairs = [(demonstration, 1.0) for demonstration in demonstrations]  # advantage 1
-    return micro_batches(pairs, config.micro_tokens, config.device)
+    return micro_batches(pairs, config.micro_tokens, "cpu")
 
 
-@torch.no_grad()
-def validation_loss(model, demonstrations: list[Trajectory], config: SFTConfig) -> float:
+def validation_loss(
+    model, demonstrations: list[Trajectory], config: SFTConfig, ranks: Ranks | None = None
+) -> float:
     """The loss on held-out conversations, without dropout."""
-    model.eval()
-    loss = loss_and_backward(model, in_batches(demonstrations, config), "validating")["loss"]
-    model.train()
-    return loss
+    batches = in_batches(demonstrations, config)
+    return loss_and_backward(model, batches, "validating", ranks, learn=False)["loss"]
 
 
 @torch.no_grad()
@@ -327,6 +356,12 @@ def load_data(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Trajectory]
 def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajectory]]:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
+    check_ranks(config)
+    if config.shard_base and (config.environment or not config.data):
+        raise ValueError(
+            "--shard-base leaves no rank the whole base that answers questions; name --data, no "
+            "--environment"
+        )
     if config.data and not config.environment and (config.eval_questions or config.corpus):
         raise ValueError("--eval-questions and --corpus mean nothing without --environment")
     tokenizer = load_tokenizer(config.model)
@@ -336,7 +371,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         named = config.environment or "wiki_search"  # that of the default data
         environment, held_out = load_environments(replace(config, environment=named))
         check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer, size = load_policy(config)
+    model, lora, optimizer, size = recruit(load_policy, config)
     if config.max_length > model.config.max_position_embeddings:
         raise ValueError(
             f"--max-length {config.max_length} is more than the model's "
@@ -359,7 +394,8 @@ def run_name(config: SFTConfig) -> str:
 
 async def evaluate(trainer: Trainer, validation: list[Trajectory]) -> dict:
     """The validation loss, and the greedy reward on held-out questions where there are any."""
-    result = {"loss": validation_loss(trainer.model, validation, trainer.config)}
+    loss = validation_loss(trainer.model, validation, trainer.config, trainer.ranks)
+    result = {"loss": loss}
     if trainer.environment:
         trainer.publish()
         result |= (await trainer.evaluate())[0]
@@ -379,7 +415,7 @@ async def train(config: SFTConfig) -> None:
     """One run, from its first check to the last line that it prints."""
     started = time.monotonic()
     trainer, data, validation = set_up(config)
-    run, model, optimizer = trainer.run, trainer.model, trainer.optimizer
+    run, model, optimizer, ranks = trainer.run, trainer.model, trainer.optimizer, trainer.ranks
     whole, step = True, run.step  # whole: parameters, run.step and rows are of one moment
     try:
         if not run.eval_before:
@@ -393,16 +429,19 @@ async def train(config: SFTConfig) -> None:
             chosen = tasks_of_step(data, run.step, config.batch_size, config.seed)
             batches = in_batches(chosen, config)
             tokens = sum(len(demonstration.token_ids) for demonstration in chosen)
-            metrics = loss_and_backward(model, batches, f"step {step}")
-            metrics["grad_norm"] = optimizer_step(model, optimizer, run.step, config)
+            metrics = loss_and_backward(model, batches, f"step {step}", ranks)
+            metrics["grad_norm"] = ranks.everywhere(step_together, run.step, config)
             whole, run.step, seconds = False, step, time.monotonic() - clock
             validates = config.eval_every and step % config.eval_every == 0
+            eval_loss = None
+            if validates:
+                eval_loss = validation_loss(model, validation, config, ranks)
             row = {
                 "step": step,
                 "version": step,
                 "epoch": step * config.batch_size / len(data),
                 **metrics,
-                "eval_loss": validation_loss(model, validation, config) if validates else None,
+                "eval_loss": eval_loss,
                 "seconds": time.monotonic() - clock,
                 "train_tokens_per_second": tokens / seconds,
             }

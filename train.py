@@ -8,6 +8,7 @@
     python train.py --config my.toml --eval-only     the held-out reward, with its interval
     python train.py --config my.toml --plan          what a run will need (tools/plan.py)
     python train.py --config my.toml --rehearse      two steps in miniature (tools/rehearse.py)
+    torchrun --nproc-per-node 2 train.py --rank 8    several processes (distributed.py)
 
 One step, numbered as in the README's figure:
 
@@ -28,6 +29,7 @@ Axes: P prompts (groups), G samples per group, S sequences, T tokens.
 import asyncio
 import copy
 import errno
+import os
 import random
 import signal
 import sys
@@ -35,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,17 @@ from tqdm import tqdm
 from broadcast import list_published, load_adapter, publish, read_adapter, retire, save_adapter
 from chat import Tokenizer, load_tokenizer
 from config import ASSETS, VLLM_RANKS, Config, check_config, parse_config
+from distributed import (
+    Ranks,
+    check_ranks,
+    follow,
+    follows,
+    leading,
+    recruit,
+    shard_base,
+    traffic,
+    world_size,
+)
 from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
@@ -113,6 +126,24 @@ class Batch:
     advantages: Tensor  # (S,)
     trajectories: list[Trajectory]  # S of them
 
+    def sent(self) -> "Batch":
+        """What another rank needs of it."""
+        return replace(self, trajectories=[])
+
+    def to(self, device) -> "Batch":
+        tensors = (self.ids, self.mask, self.sampler_logprobs, self.advantages)
+        return Batch(*(tensor.to(device) for tensor in tensors), self.trajectories)
+
+
+# For a rank without a micro-batch: of no token, but a pass through the model.
+EMPTY = Batch(
+    torch.zeros(1, 2, dtype=torch.long),
+    torch.zeros(1, 1, dtype=torch.bool),
+    torch.zeros(1, 1),
+    torch.zeros(1),
+    [],
+)
+
 
 def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
     """(trajectory, advantage) pairs by length, in batches of at most `tokens` padded tokens."""
@@ -149,38 +180,42 @@ def reference_policy(model: Qwen3, frozen: Qwen3 | None = None) -> Iterator[Qwen
 
 
 def loss_and_backward(
-    model, batches: list[Batch], denominator: int, config: Config, frozen: Qwen3 | None = None
+    model,
+    batches: list[Batch],
+    denominator: int,
+    config: Config,
+    frozen: Qwen3 | None = None,
+    ranks: Ranks | None = None,
 ) -> dict:
-    """Stage 4 over all micro-batches: gradients are left on what is trained, the trainer's logprobs
-    on the trajectories; returns metrics."""
-    seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
-    loss_sum = clipped = 0.0
-    for number, batch in enumerate(batches):
-        logprobs, entropy = model.token_logprobs(batch.ids, batch.mask, config.temperature)
-        loss, counts = policy_loss(
-            config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
-        )
-        clipped += counts["clipped_low"] + counts["clipped_high"]
+    """Stage 4 over all micro-batches: gradients are left on what is trained, each rank's own there,
+    the trainer's logprobs on the trajectories; returns metrics."""
+    ranks = ranks or Ranks(model, None, frozen)
+    sent = [batch.sent() for batch in batches]
+    scores = ranks.map(train_on, sent, denominator, config, empty=EMPTY)
+    if batches and config.kl == 0:
         # Without a KL loss one micro-batch, of middling length, serves as the metric.
-        if config.kl > 0 or number == len(batches) // 2:
-            with reference_policy(model, frozen) as policy, torch.no_grad():
-                reference, _ = policy.token_logprobs(batch.ids, batch.mask, config.temperature)
-            seen["policy"].append(logprobs.detach()[batch.mask])
-            seen["reference"].append(reference[batch.mask])
-        if config.kl > 0:
-            arguments = (logprobs, batch.sampler_logprobs, reference, batch.mask, denominator)
-            loss = loss + config.kl * kl_loss(*arguments)
-        loss.backward()
-        loss_sum += loss.item()
+        middle = len(batches) // 2
+        (reference,) = ranks.map(refer, sent[middle : middle + 1], config, empty=EMPTY)
+        scores[middle]["reference"] = reference
+    seen = {"trainer": [], "sampler": [], "policy": [], "reference": [], "entropy": []}
+    for batch, score in zip(batches, scores, strict=True):
+        mask, logprobs = batch.mask.cpu(), score["logprobs"]
         for trajectory, row in zip(batch.trajectories, logprobs.tolist(), strict=True):
             trajectory.trainer_logprobs = [0.0, *row][: len(trajectory.token_ids)]
-        seen["trainer"].append(logprobs.detach()[batch.mask])
-        seen["sampler"].append(batch.sampler_logprobs[batch.mask])
-        seen["entropy"].append(entropy[batch.mask])
+        seen["trainer"].append(logprobs[mask])
+        seen["sampler"].append(batch.sampler_logprobs.cpu()[mask])
+        seen["entropy"].append(score["entropy"][mask])
+        if score["reference"] is not None:
+            seen["policy"].append(logprobs[mask])
+            seen["reference"].append(score["reference"][mask])
     tokens = {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in seen.items()}
     everywhere = torch.ones_like(tokens["trainer"])
-    metrics = {"loss": loss_sum, "tokens_trained": len(tokens["trainer"])}
+    metrics = {
+        "loss": sum((score["loss"] for score in scores), 0.0),
+        "tokens_trained": len(tokens["trainer"]),
+    }
     metrics["entropy"] = tokens["entropy"].mean().item() if batches else 0.0
+    clipped = sum(score["clipped"] for score in scores)
     metrics["clipped"] = clipped / max(len(tokens["trainer"]), 1)
     metrics |= mismatch_metrics(tokens["trainer"], tokens["sampler"], everywhere)
     measured = torch.ones_like(tokens["policy"])
@@ -188,6 +223,45 @@ def loss_and_backward(
     gap = mismatch_metrics(tokens["policy"], tokens["reference"], measured)["mismatch_max"]
     metrics["reference_max"] = gap
     return metrics
+
+
+def train_on(ranks: Ranks, share: list[Batch], denominator: int, config: Config) -> list[dict]:
+    """A rank's part of stage 4: gradients of its micro-batches are left on its model. Returns for
+    each the loss, the clipped tokens, and (S, T-1) on the CPU: logprobs, entropy, reference."""
+    scores = []
+    for batch in share:
+        batch = batch.to(config.device)
+        logprobs, entropy = ranks.model.token_logprobs(batch.ids, batch.mask, config.temperature)
+        loss, counts = policy_loss(
+            config.loss, logprobs, batch.sampler_logprobs, batch.advantages, batch.mask, denominator
+        )
+        reference = None
+        if config.kl > 0:
+            reference = reference_logprobs(ranks, batch, config)
+            arguments = (logprobs, batch.sampler_logprobs, reference, batch.mask, denominator)
+            loss = loss + config.kl * kl_loss(*arguments)
+            reference = reference.cpu()
+        loss.backward()
+        score = {"loss": loss.item(), "clipped": counts["clipped_low"] + counts["clipped_high"]}
+        score |= {"logprobs": logprobs.detach().cpu(), "entropy": entropy.cpu()}
+        scores.append(score | {"reference": reference})
+    return scores
+
+
+@torch.no_grad()
+def reference_logprobs(ranks: Ranks, batch: Batch, config: Config) -> Tensor:
+    with reference_policy(ranks.model, ranks.frozen) as policy:
+        return policy.token_logprobs(batch.ids, batch.mask, config.temperature)[0]
+
+
+def refer(ranks: Ranks, share: list[Batch], config: Config) -> list[Tensor]:
+    return [reference_logprobs(ranks, batch.to(config.device), config).cpu() for batch in share]
+
+
+def step_together(ranks: Ranks, step: int, config: Config) -> float:
+    """Stage 5 on every rank: the same step by the same sum of all gradients."""
+    ranks.reduce_gradients()
+    return optimizer_step(ranks.model, ranks.optimizer, step, config)
 
 
 def optimizer_step(model, optimizer, step: int, config: Config) -> float:
@@ -266,6 +340,10 @@ class Trainer:
     adapter: str | None = None  # the version that samples, by the engine's name for it
     published: Path | None = None  # and by its directory
     probed: list[tuple] = field(default_factory=list)  # what each server sampled, and our logprobs
+
+    def __post_init__(self):
+        self.ranks = Ranks(self.model, self.optimizer, self.frozen)
+        self.ranks.lead(self.config.seed + self.run.step)
 
     def publish(self) -> None:
         """Ships version run.step: writes its directory, loads it, retires the version before.
@@ -404,17 +482,14 @@ def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: in
 def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
+    check_ranks(config)
     environment, held_out = load_environments(config)
     if config.judge_url:
         environment.judge.check()
     tokenizer = load_tokenizer(config.model)
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer, size = load_policy(config)
-    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
-    if config.init_adapter:
-        resumed = config.resume and started_from.is_dir()
-        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+    model, lora, optimizer, size, frozen = recruit(load_replica, config)
     engine = None  # a vLLM of the run's own starts when there is a directory for its log
     if config.engine == "torch":
         engine = TorchEngine(model, config.slots, config.max_length)
@@ -424,17 +499,32 @@ def set_up(config: Config) -> Trainer:
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
     )
-    frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
     run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     return Trainer(*parts, frozen=frozen)
 
 
+def load_replica(config: Config) -> tuple:
+    """What every rank holds: load_policy's, started from --init-adapter, and the frozen reference
+    of full fine-tuning."""
+    model, lora, optimizer, size = load_policy(config)
+    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
+    if config.init_adapter:
+        resumed = config.resume and started_from.is_dir()
+        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+    frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
+    return model, lora, optimizer, size, frozen
+
+
 def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
     """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
     trained, the base's size."""
-    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), config.device)
+    device = "cpu" if config.shard_base else config.device  # whole on the host at first
+    model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.model.gradient_checkpointing = config.gradient_checkpointing
+    if config.shard_base:
+        shard_base(model, config.device)
     if config.quantize == "nf4":
         quantize_base(model)
     torch.manual_seed(config.seed)
@@ -493,10 +583,15 @@ def start_run(
             f"{run.adapter_parameters:,} ({run.adapter_parameters / base_parameters:.1%}) in "
             f"{len(adapter) // 2} adapters of rank {config.rank}"
         )
+    sent = ""
+    if world_size() > 1:
+        trained_parameters = sum(p.numel() for p in trainable(model).values())
+        sent = f"\n{traffic(trained_parameters, base_parameters, config.shard_base)}"
     print(
         f"{heading}\n"
         f"{config.model}: {base_parameters:,} parameters, {trained}\n"
-        f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}",
+        f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}"
+        f"{sent}",
         flush=True,
     )
     return run
@@ -606,10 +701,11 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             ]
             episodes = [episode for group in groups for episode in group]
             sampled = sum(sum(episode.loss_mask) for episode in episodes)
-            batches = micro_batches(pairs, config.micro_tokens, config.device)
-            metrics = loss_and_backward(model, batches, sampled, config, trainer.frozen)
+            batches = micro_batches(pairs, config.micro_tokens, "cpu")
+            arguments = (model, batches, sampled, config, trainer.frozen, trainer.ranks)
+            metrics = loss_and_backward(*arguments)
             # 5 step
-            metrics["grad_norm"] = optimizer_step(model, trainer.optimizer, run.step, config)
+            metrics["grad_norm"] = trainer.ranks.everywhere(step_together, run.step, config)
             clock.append(time.monotonic())
             # 6 publish
             whole, run.step = False, step
@@ -666,7 +762,8 @@ def main(arguments: list[str]) -> None:
 
 def run_command(program: str, job: Callable, kind: type, arguments: list[str]) -> None:
     """Runs `await job(config)`, config of the dataclass `kind`: what a user can mend is one line,
-    and Ctrl-C or SIGTERM cancels the job at an await, so that it can save what there is."""
+    and Ctrl-C or SIGTERM cancels the job at an await, so that it can save what there is. Of
+    torchrun's processes rank 0 does all this, and the others what it tells them."""
 
     async def until_signal(config) -> None:
         task = asyncio.current_task()
@@ -674,7 +771,11 @@ def run_command(program: str, job: Callable, kind: type, arguments: list[str]) -
         await job(config)
 
     try:
-        asyncio.run(until_signal(parse_config(arguments, kind)))
+        if follows():
+            program = f"{program}, rank {os.environ['RANK']}"
+            return follow()
+        with leading():
+            asyncio.run(until_signal(parse_config(arguments, kind)))
     except (ValueError, RuntimeError, ArithmeticError, ImportError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "; make room, then go on with --output and --resume" if full else ""

@@ -34,6 +34,27 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the gradients of other ranks are not added",
+        "distributed.py",
+        "dist.all_reduce(flat)",
+        "dist.all_reduce(flat.clone())",
+        "test_distributed.py::test_ranks_compute_what_one_process_does",
+    ),
+    Mutation(
+        "Adam moves a parameter that no rank has a gradient for",
+        "distributed.py",
+        "if owned else None",
+        "if True else None",
+        "test_distributed.py::test_ranks_compute_what_one_process_does",
+    ),
+    Mutation(
+        "a rank keeps the adapter that it started with",
+        "distributed.py",
+        "parameter.copy_(parameters[name])",
+        "parameter.clone()",
+        "test_distributed.py::test_ranks_compute_what_one_process_does",
+    ),
+    Mutation(
         "alpha / r lost",
         "lora.py",
         "F.linear(F.linear(x, A) * self.scaling[name], B)",
@@ -74,6 +95,34 @@ MUTATIONS = (
         "pairs.of(rows)",
         "pairs.of(slice(None))",
         "test_experts.py::test_every_row_gets_the_experts_of_its_adapter_and_the_rest_the_base",
+    ),
+    Mutation(
+        "a slot of the stack keeps what a larger adapter left in it",
+        "segments.py",
+        "            A[slot] = B[slot] = 0\n",
+        "",
+        "test_segments.py::test_a_slot_keeps_nothing_of_the_adapter_before",
+    ),
+    Mutation(
+        "updates of several adapters go back to other rows",
+        "segments.py",
+        "y.index_add_(0, self.targets, wide.index_select(0, self.places))",
+        "y.index_add_(0, self.targets, wide[: len(self.targets)])",
+        "test_segments.py::test_a_mix_of_adapters_equals_each_row_alone",
+    ),
+    Mutation(
+        "an adapter with live requests is paged out",
+        "engine.py",
+        "idle = [name for name in inside if name not in live]",
+        "idle = inside",
+        "test_segments.py::test_mixes_evictions_and_paging_change_no_sample",
+    ),
+    Mutation(
+        "an adapter that changed on disk meets the keys and values of the old one",
+        "engine.py",
+        "if fingerprint(config, tensors) != adapter.fingerprint:",
+        "if False:",
+        "test_segments.py::test_a_directory_that_is_no_longer_the_same_fails_its_own_requests_alone",
     ),
     Mutation(
         "an expert's output goes back to another token",

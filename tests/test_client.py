@@ -421,7 +421,7 @@ def test_a_server_holds_no_more_requests_than_in_flight(serve):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(rollout, "RETRY_PAUSES", (0.001, 0.002, 0.003, 0.004))
+    monkeypatch.setattr("client.RETRY_PAUSES", (0.001, 0.002, 0.003, 0.004))
 
 
 def failing(times: int, how):
@@ -693,7 +693,7 @@ def test_closing_leaves_nothing_on_the_servers_and_never_fails(home, serve, fres
         return (500, {"error": {"message": "busy"}}) if route == UNLOAD else None
 
     servers = [serve() for _ in range(4)]
-    client = client_of(*servers, timeout=0.5)
+    client = client_of(*servers, timeout=5.0)
     client.add_adapter("v0", fresh())
     client.add_adapter("v1", fresh())
     client_of(servers[3]).add_adapter("somebody-else's", fresh())

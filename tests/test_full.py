@@ -116,7 +116,7 @@ def test_splitting_order_and_padding_change_neither_loss_nor_gradient(
     metrics, other_gradient = results(train.micro_batches(shuffled, tokens, "cpu"))
     close(other_gradient, gradient, 1e-5 * float(gradient.abs().max().clamp(min=1)))
     for name in expected:
-        assert metrics[name] == pytest.approx(expected[name], abs=1e-5), name
+        assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
     assert all(parameter.grad is None for parameter in frozen.parameters())
 
 

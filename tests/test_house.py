@@ -4,6 +4,7 @@ Imports are read by ast, so a rule holds for code that no test runs, too.
 """
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -85,9 +86,12 @@ def test_lora_knows_no_model_but_for_its_command_line():
             },
         ),
         ("quant.py", OURS),
-        ("engine.py", OURS - {"broadcast", "lora", "model"}),
+        ("engine.py", OURS - {"broadcast", "lora", "model", "segments"}),
+        ("segments.py", OURS - {"lora"}),
         ("full.py", OURS - {"lora", "checkpoint", "experts"}),
-        ("rollout.py", {"grpo", "train", "run", "config"}),
+        ("client.py", OURS - {"broadcast", "engine", "lora", "model"}),
+        ("distributed.py", OURS - {"full"}),
+        ("rollout.py", OURS - {"chat", "client", "engine"}),
         ("config.py", {"rollout", "engine", "chat", "train", "run", "model", "broadcast"}),
         ("run.py", {"rollout", "engine", "chat", "grpo", "train", "model", "environments"}),
     ],
@@ -96,7 +100,7 @@ def test_nobody_knows_more_than_it_needs(file, forbidden):
     assert not imports(parsed(file)) & forbidden
 
 
-@pytest.mark.parametrize("file", ["engine.py", "rollout.py"])
+@pytest.mark.parametrize("file", ["client.py", "engine.py", "rollout.py"])
 def test_the_sampler_knows_no_optimizer_and_no_loss(file):
     names = {node.id for node in ast.walk(parsed(file)) if isinstance(node, ast.Name)}
     names |= {n.attr for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute)}
@@ -148,6 +152,7 @@ def test_every_package_that_is_imported_is_required():
 # --- the README -----------------------------------------------------------------------------------
 
 
+@functools.cache
 def names_of(file: Path) -> set[str]:
     """Functions, classes and constants of a Python file; methods as "method" and "Class.method"."""
     found = set()
@@ -164,18 +169,28 @@ def names_of(file: Path) -> set[str]:
     return found
 
 
-def idea_rows(text: str) -> list[list[str]]:
-    """The cells of every row of the tables with the header | idea | function | test |."""
+def rows_below(text: str, first: str, last: str) -> list[list[str]]:
+    """The cells of every row of the tables whose header has three cells, such at its ends."""
     rows, inside = [], False
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells == ["idea", "function", "test"]:
+        if len(cells) == 3 and (cells[0], cells[2]) == (first, last):
             inside = True
         elif not line.startswith("|"):
             inside = False
         elif inside and not set(line) <= set("|-: "):
             rows.append(cells)
     return rows
+
+
+def idea_rows(text: str) -> list[list[str]]:
+    """Of the tables with the header | idea | function | test |."""
+    return rows_below(text, "idea", "test")
+
+
+def bug_rows(text: str) -> list[list[str]]:
+    """Of the tables with the header | report | what went wrong | here |."""
+    return rows_below(text, "report", "here")
 
 
 def table_problems(text: str, root: Path = ROOT) -> list[str]:
@@ -187,6 +202,27 @@ def table_problems(text: str, root: Path = ROOT) -> list[str]:
         if not functions or not tests:
             problems.append(f"not `file.py: function` and `tests/test_x.py::test_name`: {row}")
         for file, name in functions + tests:
+            if not (root / file).is_file():
+                problems.append(f"{file} does not exist")
+            elif name not in names_of(root / file):
+                problems.append(f"{file} has no {name}")
+    return problems
+
+
+def bug_problems(text: str, root: Path = ROOT) -> list[str]:
+    """Rows of public bugs without a report's number, and without a test that exists or a reason."""
+    problems = []
+    for row in bug_rows(text):
+        reports = row[0].split(", ")
+        if len(row) != 3 or not all(re.fullmatch(r"[\w./-]+#\d+", report) for report in reports):
+            problems.append(f"not repository#number, ... | what went wrong | here: {row}")
+            continue
+        tests = re.findall(r"`(tests/test_\w+\.py)::(test_\w+)`", row[2])
+        if len(tests) != row[2].count("::"):
+            problems.append(f"not `tests/test_x.py::test_name`: {row[2]}")
+        if not re.sub(r"`[^`]*`", "", row[2]).strip(" ,;:") and not tests:
+            problems.append(f"neither test nor reason: {row}")
+        for file, name in tests:
             if not (root / file).is_file():
                 problems.append(f"{file} does not exist")
             elif name not in names_of(root / file):
@@ -217,8 +253,28 @@ def test_the_table_from_idea_to_test_names_what_exists():
     assert len(idea_rows(text)) >= 10
 
 
-def test_every_file_that_the_readme_names_exists():
-    assert missing_files((ROOT / "README.md").read_text()) == []
+def test_the_table_of_public_bugs_names_tests_that_exist():
+    text = (ROOT / "tests" / "README.md").read_text()
+    assert bug_problems(text) == []
+    assert len(bug_rows(text)) >= 90
+
+
+def test_a_public_bug_without_test_or_reason_is_found():
+    head = "| report | what went wrong | here |\n|---|---|---|\n"
+    good = "| a#1, b/c-d#22 | wrong | `tests/test_house.py::test_every_source_is_finished` |\n"
+    assert bug_problems(head + good) == [] and len(bug_rows(head + good)) == 1
+    assert bug_problems(head + "| a#1 | wrong | it has no such part |\n") == []
+    assert bug_problems(head + "| a#1 | wrong | |\n")
+    assert bug_problems(head + good.replace("is_finished", "is_unfinished"))
+    assert bug_problems(head + good.replace("test_house", "test_gone"))
+    assert bug_problems(head + good.replace("`", ""))
+    assert bug_problems(head + good.replace("#22", ""))
+    assert bug_problems(head + good.replace("| wrong", ""))
+
+
+@pytest.mark.parametrize("readme", ["README.md", "tests/README.md"])
+def test_every_file_that_a_readme_names_exists(readme):
+    assert missing_files((ROOT / readme).read_text()) == []
 
 
 def test_a_name_that_does_not_exist_is_found():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import (
     PROJECTIONS,
@@ -22,6 +22,7 @@ from tiny import (
     tiny_config,
     tiny_configs,
     tiny_model,
+    tiny_moe_configs,
     tiny_tokens,
 )
 
@@ -232,6 +233,35 @@ def test_only_A_and_B_are_trained_and_all_of_them_by_the_second_step(config, lor
         assert parameter.requires_grad or parameter.grad is None
     unwrapped = {n.replace(".base.", "."): t for n, t in base_tensors(model).items()}
     assert_bits(base, unwrapped)
+
+
+@settings(max_examples=10)
+@given(config=st.one_of(tiny_configs(), tiny_moe_configs()), seed=seeds, data=st.data())
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_gradient(config, seed, data):
+    model = tiny_model(config, seed)
+    dropout = 0.0 if config.num_experts else data.draw(st.sampled_from([0.0, 0.5]))
+    inject_lora(model, LoRAConfig(2, 4.0, dropout))
+    randomise_adapter(model, seed)
+    ids = tiny_tokens(config, 3, 7, seed)
+    computed = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: computed.append(1))
+
+    def gradients(on: bool) -> list:
+        model.model.gradient_checkpointing = on
+        model.zero_grad(set_to_none=True)
+        computed.clear()
+        torch.manual_seed(seed)  # of the dropout
+        logprobs, _ = model.token_logprobs(ids, torch.ones(3, 6))
+        with adapter_disabled(model), torch.no_grad():
+            model.token_logprobs(ids, torch.ones(3, 6))  # between forward and backward, as the KL
+        logprobs.square().sum().backward()
+        return [parameter.grad for parameter in lora_parameters(model).values()]
+
+    off, before = gradients(False), len(computed)
+    on = gradients(True)
+    assert (before, len(computed)) == (2, 3)
+    for one, other in zip(off, on, strict=True):
+        assert one is not None and torch.equal(one, other)
 
 
 # --- many adapters in one batch -------------------------------------------------------------------

@@ -785,7 +785,9 @@ def test_markers_in_tool_text_are_never_masked_in(tokenizer):
 def test_every_finish_reason(tokenizer, turns, options, reason, turns_played, reward):
     episode, engine = episode_of(tokenizer, turns, **options)
     assert (episode.finish_reason, episode.turns, episode.reward) == (reason, turns_played, reward)
-    assert episode.loss_mask[-1] == 1  # nothing is forced after the last sampled token
+    # After the last sampled token nothing is added, neither forced nor as if it had been sampled.
+    last = engine.completions[-1].token_ids
+    assert episode.token_ids[-len(last) :] == last and all(episode.loss_mask[-len(last) :])
     assert (episode.adapter, episode.version, episode.task) == ("v7", 7, TASK)
     for request in engine.requests:
         assert request.adapter == "v7" and request.seed == 5

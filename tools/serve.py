@@ -155,9 +155,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-length", type=int, default=512, help="tokens of an episode")
     parser.add_argument("--slots", type=int, default=128, help="requests in a batch")
+    parser.add_argument(
+        "--max-adapters", type=int, help="in memory at once; the rest stays on disk"
+    )
     options = parser.parse_args()
     model = Qwen3.from_pretrained(options.model, getattr(torch, options.dtype), options.device)
-    engine = TorchEngine(model.requires_grad_(False), options.slots, options.max_length)
+    engine = TorchEngine(
+        model.requires_grad_(False),
+        options.slots,
+        options.max_length,
+        max_adapters=options.max_adapters,
+    )
 
     async def serve() -> None:
         url = await Server(engine, options.model).start(options.port)

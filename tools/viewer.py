@@ -125,7 +125,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
             held = []
     if held:
         texts[-1] = tokenizer.decode(held)
-    return texts
+    return [text.replace("\0", "\ufffd") for text in texts]  # as HTML has it
 
 
 def level(value: float, bounds: tuple) -> int:

@@ -12,7 +12,7 @@ log-probabilities after temperature (vLLM's default ignores it), no sampling def
 checkpoint (Qwen3's generation_config.json would set top_p and top_k).
 
 Left out on purpose: tensor and data parallelism (start vLLM with its own flags, name it by
---vllm-url), and the client, which is rollout.py's VLLMEngine.
+--vllm-url), and the client, which is client.py.
 
     python tools/vllm_server.py assets/tiny-qwen3 --port 8000       a server for several runs
 """

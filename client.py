@@ -1,0 +1,321 @@
+"""A client of vLLM servers, over HTTP, with the interface of the embedded engine.
+
+    trainer                                               vLLM server
+    publish ──► broadcasts/v000018 ──► add_adapter ─────► POST /v1/load_lora_adapter
+    run_episode ──► generate, by the adapter's name ────► POST /v1/completions, token ids
+    retire  ──► remove_adapter, then delete ────────────► POST /v1/unload_lora_adapter
+
+tools/serve.py answers the same routes with the embedded engine, so that a sampler in another
+process is always a server.
+
+Left out on purpose: starting servers (tools/vllm_server.py), streaming, text in any direction.
+"""
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+import lora
+from broadcast import read_adapter
+from engine import Completion, Request, check_request, derive_seed
+from model import Qwen3
+
+RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds; a connection or a busy server may heal, no other may
+BUSY = (429, 502, 503, 504)
+
+
+class VLLMEngine:
+    """A client of one or more vLLM servers, with the interface of TorchEngine.
+
+    Token ids go in, token ids and the sampled tokens' logprobs come out. An adapter is loaded by
+    every server under a name and from a directory never used before, so that no cache can mistake
+    one version for another, and it is never loaded in place (vLLM then reads the file anew on
+    every decode step, vllm#33791). All turns of an episode share a seed and so a server, which has
+    their tokens in its cache.
+
+    model: the trainer's own, of which shapes are read alone: what does not fit never leaves here.
+    in_flight: requests that a server holds at once. timeout: seconds for an answer; a server that
+    exceeds it hangs. last_words: of a server that fails, for the error.
+
+    Every failure is a RuntimeError that names the server, or what TorchEngine raises.
+    """
+
+    NO_LOG = staticmethod(lambda: "see its log")
+
+    def __init__(
+        self,
+        model: Qwen3,
+        urls: Sequence[str],
+        max_length: int = 1024,
+        in_flight: int = 128,
+        timeout: float = 600.0,
+        last_words: Callable[[], str] = NO_LOG,
+    ):
+        if not urls:
+            raise ValueError("no server: name at least one URL")
+        self.model, self.max_length, self.last_words = model, max_length, last_words
+        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self.directories: dict[str, Path] = {}  # adapter -> where the servers read it
+        self.used: set[str] = set()  # names and directories, also of adapters long gone
+        self.sent: set[str] = set()  # names that a server may hold, also after half a failure
+        self.requests: Counter[str] = Counter()  # adapter -> requests in flight
+        self.timeout = timeout
+        self.room = {url: asyncio.Semaphore(in_flight) for url in self.urls}
+        # A client, and so a connection, for each request in flight, lent and given back. One
+        # client's pool of many looks at all of them twice a request: with 128, more work than
+        # sampling is.
+        self.clients: list[httpx.AsyncClient] = []
+        self.idle: dict[str, list[httpx.AsyncClient]] = {url: [] for url in self.urls}
+        self.certificates = httpx.create_ssl_context()  # read once for all
+        self.base_names = {url: self.check(url) for url in self.urls}
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that a request may name."""
+        return list(self.directories)
+
+    @property
+    def servers(self) -> int:
+        """How many there are; a request with seed s goes to number s mod servers."""
+        return len(self.urls)
+
+    def name_of(self, server: int) -> str:
+        return self.urls[server]
+
+    # Loading: blocking calls, since nothing can be sampled meanwhile under the new name anyway.
+
+    def call(self, url: str, route: str, body: dict | None = None) -> httpx.Response:
+        """A server's answer, whatever it is; ValueError for what is no URL of one."""
+        method = "GET" if body is None else "POST"
+        try:
+            return httpx.request(
+                method,
+                url + route,
+                json=body,
+                timeout=self.timeout,
+                trust_env=False,
+                verify=self.certificates,
+            )
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{url} is no URL of a server ({error})") from error
+        except httpx.UnsupportedProtocol as error:
+            raise ValueError(f"{url} is no URL of a server; write http://host:port") from error
+        except httpx.TransportError as error:
+            raise RuntimeError(self.failure(url, error)) from error
+
+    def check(self, url: str) -> str:
+        """The name under which a server serves its base model, if the run's settings fit."""
+        answer = self.call(url, "/v1/models")
+        try:
+            (base,) = [entry for entry in answer.json()["data"] if entry.get("parent") is None]
+            name, length = base["id"], int(base["max_model_len"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RuntimeError(
+                f"{url} answers {answer.status_code}, but not as vLLM does"
+            ) from None
+        if length < self.max_length:
+            raise RuntimeError(
+                f"{url} holds {length} tokens, an episode may have {self.max_length}; start it "
+                f"with --max-model-len {self.max_length} or lower --max-length"
+            )
+        route = self.call(url, "/v1/unload_lora_adapter", {"lora_name": "never-loaded"})
+        if route.status_code == 404 and "never-loaded" not in route.text:
+            raise RuntimeError(
+                f"{url} cannot load adapters at run time: start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+            )
+        return name
+
+    def add_adapter(self, name: str, directory: str | Path) -> None:
+        """Loads a published PEFT directory on all servers; when it returns, requests may name it.
+
+        What vLLM would take without a word and serve wrongly (a foreign prefix, a rank that is not
+        the tensors', fewer columns, NaN) is refused here, before a server sees it.
+        """
+        directory = Path(directory).absolute()
+        for once in (name, str(directory)):
+            if once in self.used or once in self.base_names.values():
+                raise ValueError(f"{once}: used before; a server may answer from its old cache")
+        lora.check_adapter(self.model, name, *read_adapter(directory))
+        body = {"lora_name": name, "lora_path": str(directory)}
+        self.used |= {name, str(directory)}
+        self.sent.add(name)
+        with ThreadPoolExecutor() as pool:
+            answers = pool.map(lambda url: self.call(url, "/v1/load_lora_adapter", body), self.urls)
+            for url, answer in zip(self.urls, answers, strict=True):
+                if answer.status_code != 200:
+                    raise RuntimeError(f"{url} did not load {directory}: {refusal(answer)}")
+        self.directories[name] = directory
+
+    def remove_adapter(self, name: str) -> None:
+        """Unloads an adapter everywhere; refused while a request in flight names it. Only then may
+        its directory go: a server that looks for it in vain dies."""
+        if name not in self.directories:
+            raise KeyError(f"no adapter named {name!r}")
+        if self.requests[name]:
+            raise RuntimeError(
+                f"adapter {name!r} is in use by {self.requests[name]} unfinished requests"
+            )
+        del self.directories[name]
+        for url in self.urls:
+            self.unload(url, name)
+        self.sent.remove(name)
+
+    def unload(self, url: str, name: str) -> None:
+        answer = self.call(url, "/v1/unload_lora_adapter", {"lora_name": name})
+        if answer.status_code not in (200, 404):  # 404: not there, which is what is wanted
+            raise RuntimeError(f"{url} did not unload {name}: {refusal(answer)}")
+
+    def forget(self, prefix: str) -> list[str]:
+        """Unloads what a dead attempt of a run left on the servers: names that start so."""
+        held = [
+            (url, entry["id"])
+            for url in self.urls
+            for entry in self.call(url, "/v1/models").json()["data"]
+            if entry.get("parent") is not None and entry["id"].startswith(prefix)
+        ]
+        for url, name in held:
+            self.unload(url, name)
+        return sorted({name for _, name in held})
+
+    def drop_cache(self, adapter: str | None = None) -> None:
+        """Nothing: a server's cache goes with the adapter's name."""
+
+    async def close(self) -> None:
+        """Leaves the servers as they were found; what is still in flight is aborted."""
+        for client in self.clients:
+            await client.aclose()
+        self.timeout = min(self.timeout, 5.0)  # a server that hangs has been waited for enough
+        for url in self.urls:
+            for name in sorted(self.sent):
+                try:
+                    self.unload(url, name)
+                except RuntimeError:
+                    print(f"{url} is gone, so its adapters are")
+                    break
+
+    # Sampling.
+
+    async def generate(self, request: Request) -> Completion:
+        """Samples one request. Raises ValueError, before any work, for one that cannot be served;
+        the bare base too, once adapters live: on a CPU vLLM then answers with one of them
+        (vllm#48421)."""
+        check_request(request, self.model.config.vocab_size, self.max_length)
+        name, position = request.adapter, len(request.prompt_ids)
+        if name not in (self.directories or {None: None}):
+            raise ValueError(f"no adapter named {name!r}; the servers hold {self.adapters}")
+        limit = min(request.max_new_tokens, self.max_length - position)
+        seed = random.getrandbits(63) if request.seed is None else request.seed
+        url = self.urls[seed % len(self.urls)]
+        body = {
+            "model": self.base_names[url] if name is None else name,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": limit,
+            # The full distribution: what a checkpoint's or a server's defaults cut off, the
+            # trainer's ratio would have to know.
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            # vLLM's draws depend on the seed and on the number of the new token alone: with one
+            # seed for all turns, each would repeat the draws of the one before.
+            "seed": derive_seed(seed, position),
+            "stop_token_ids": list(request.stop_token_ids),
+            "ignore_eos": True,  # stop_token_ids name all ends
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+        }
+        self.requests[name] += 1  # also while it waits for room
+        try:
+            async with self.room[url]:
+                client = self.idle[url].pop() if self.idle[url] else self.connect()
+                try:
+                    answer = await self.post(client, url, body)
+                finally:
+                    self.idle[url].append(client)
+        finally:
+            self.requests[name] -= 1
+        return self.read(url, answer, request, limit)
+
+    def read(self, url: str, answer: httpx.Response, request: Request, limit: int) -> Completion:
+        """What a server sampled; RuntimeError unless it is what was asked for."""
+        try:
+            choice = answer.json()["choices"][0]
+            token_ids, reason = choice["token_ids"], choice["finish_reason"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            stopped = reason == "stop" and token_ids[-1] in request.stop_token_ids
+            whole = stopped or (reason == "length" and len(token_ids) == limit)
+            whole = whole and 0 < len(token_ids) == len(logprobs) and len(token_ids) <= limit
+            known = all(0 <= token < self.model.config.vocab_size for token in token_ids)
+            finite = all(map(math.isfinite, logprobs))
+        except (ValueError, LookupError, TypeError):
+            raise RuntimeError(
+                f"{url}: no token ids with their logprobs in its answer: {answer.text[:500]}"
+            ) from None
+        if not whole:
+            raise RuntimeError(
+                f"{url}: {len(token_ids)} tokens of at most {limit} with {len(logprobs)} logprobs, "
+                f"finish reason {reason!r}: not what was asked for"
+            )
+        if not known:
+            raise RuntimeError(f"{url}: tokens that the trainer's model has not: {token_ids}")
+        if not finite:
+            raise FloatingPointError(f"adapter {request.adapter!r} gives NaN or infinity")
+        return Completion(token_ids, logprobs, reason)
+
+    def connect(self) -> httpx.AsyncClient:
+        # Without the proxies of the environment, which know nothing of servers on this machine.
+        # vLLM closes a connection that was idle for 5 seconds: ours are closed before that.
+        limits = httpx.Limits(keepalive_expiry=4.0)
+        settings = {"timeout": self.timeout, "trust_env": False, "verify": self.certificates}
+        client = httpx.AsyncClient(limits=limits, **settings)
+        self.clients.append(client)
+        return client
+
+    async def post(self, client: httpx.AsyncClient, url: str, body: dict) -> httpx.Response:
+        """The answer to a completion request; a draw is repeatable, so asking again is safe."""
+        for pause in (*RETRY_PAUSES, None):
+            try:
+                answer = await client.post(f"{url}/v1/completions", json=body)
+            except httpx.TimeoutException as error:
+                raise RuntimeError(self.failure(url, error)) from error
+            except httpx.TransportError as error:
+                problem = self.failure(url, error)
+            else:
+                if answer.status_code == 200:
+                    return answer
+                problem = f"{url} answers {answer.status_code}: {refusal(answer)}"
+                if "not JSON compliant" in problem:
+                    raise FloatingPointError(f"adapter {body['model']!r} gives NaN or infinity")
+                if answer.status_code not in BUSY:
+                    raise RuntimeError(problem)
+            if pause is not None:
+                await asyncio.sleep(pause)
+        raise RuntimeError(problem)
+
+    def failure(self, url: str, error: Exception) -> str:
+        """Why a server gave no answer, and what it said last."""
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if isinstance(error, httpx.TimeoutException):
+            what = f"no answer in {self.timeout:g} s, so it hangs or is overloaded"
+        return f"the server {url} failed ({what}); {self.last_words()}"
+
+
+def refusal(answer: httpx.Response) -> str:
+    """The message in a server's error, with the flag that mends it where one does."""
+    try:
+        message = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = answer.text[:500]
+    if "max_lora_rank" in message:
+        message += "; start the server with a larger --max-lora-rank"
+    return message

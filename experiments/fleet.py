@@ -1,0 +1,184 @@
+"""Two runs share one server, one of them is killed halfway, and the other notices nothing.
+
+    python experiments/fleet.py            experiments/fleet.json, .md and .png; under 3 minutes
+
+          run a, seed 0 ──┐    names a-1-0, a-1-1, ...    ┌─ one base, one cache, one batch:
+                          ├──► tools/serve.py ────────────┤  rows of a and rows of b, each with
+    SIGKILL ► run b, seed 1    names b-1-0, b-1-1, ...    └─ the adapter that its request names
+
+First run a has the server for itself, then both share it until b has done half of its steps. What a
+samples depends on its own adapter and seeds; its neighbours in a batch change logprobs by rounding
+(1e-6), so its steps are the same ones unless a draw falls that close to a boundary.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import matplotlib
+import safetensors.torch
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "assets" / "tiny-qwen3"
+SMALL = "--groups 4 --group-size 6 --eval-size 32 --engine vllm".split()
+
+
+def start(*command, **options) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
+
+
+def start_run(output: Path, seed: int, steps: int, url: str) -> subprocess.Popen:
+    output.mkdir(parents=True)
+    flags = ["--model", MODEL, "--seed", seed, "--steps", steps, "--vllm-url", url, *SMALL]
+    with open(output.with_suffix(".log"), "w") as log:
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        return start("train.py", *flags, "--output", output, **streams)
+
+
+def rows_of(output: Path) -> list[dict]:
+    """The finished steps of a run that may be writing another."""
+    file = output / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def served(url: str) -> list[str]:
+    """Names of the adapters that the server offers."""
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        return [entry["id"] for entry in json.load(answer)["data"] if entry["parent"]]
+
+
+def wait(run: subprocess.Popen, output: Path) -> None:
+    if run.wait(timeout=600):
+        raise RuntimeError(f"{output}: ended with {run.returncode}; see its .log beside it")
+
+
+def play(output: Path, steps: int, processes: list[subprocess.Popen]) -> dict:
+    """The three runs, their directories under `output`; what is started is put on `processes`."""
+    output.mkdir(parents=True)
+    with open(output / "server.log", "w") as log:
+        streams = {"stdout": subprocess.PIPE, "stderr": log}
+        server = start("tools/serve.py", MODEL, "--max-adapters", 4, **streams)
+    processes.append(server)
+    url = server.stdout.readline().split()[-1]
+    alone, a, b = (output / name for name in ("alone", "a", "b"))
+    processes.append(start_run(alone, 0, steps, url))
+    wait(processes[-1], alone)
+    run_a, run_b = start_run(a, 0, steps, url), start_run(b, 1, steps, url)
+    processes += [run_a, run_b]
+    while len(rows_of(b)) < steps // 2:
+        if run_b.poll() is not None:
+            raise RuntimeError(f"{b}: ended with {run_b.returncode} before it was killed")
+        time.sleep(0.02)
+    at_death = {"served": served(url), "steps_of_a": len(rows_of(a))}
+    run_b.send_signal(signal.SIGKILL)
+    run_b.wait()
+    wait(run_a, a)
+    left, alive = served(url), server.poll() is None
+    rows = {name: rows_of(output / name) for name in ("alone", "a", "b")}
+    summaries = {
+        name: json.loads((output / name / "summary.json").read_text()) for name in ("alone", "a")
+    }
+    adapters = [
+        safetensors.torch.load_file(directory / "adapter" / "adapter_model.safetensors")
+        for directory in (alone, a)
+    ]
+    same = [
+        (one["reward"], one["tokens_sampled"]) == (other["reward"], other["tokens_sampled"])
+        for one, other in zip(rows["alone"], rows["a"], strict=True)
+    ]
+    return {
+        "command": "python experiments/fleet.py",
+        "steps": steps,
+        "rewards": {name: [row["reward"] for row in these] for name, these in rows.items()},
+        "mismatch_max": {name: max(r["mismatch_max"] for r in rows[name]) for name in rows},
+        "seconds": {name: summary["seconds"] for name, summary in summaries.items()},
+        "held_out": {
+            name: [summary["eval_before"], summary["eval_after"]]
+            for name, summary in summaries.items()
+        },
+        "equal_steps": (same + [False]).index(False),  # the first so many
+        "adapter_difference": max(
+            (tensor - adapters[1][name]).abs().max().item() for name, tensor in adapters[0].items()
+        ),
+        "when_b_died": at_death,
+        "server_alive_at_the_end": alive,
+        "left_on_the_server": left,
+    }
+
+
+def table(result: dict) -> str:
+    """A line a run."""
+    lines = [
+        "| run | steps | mean reward | held out before -> after | largest mismatch | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, words in (("alone", "a, alone"), ("a", "a, shared"), ("b", "b, shared, killed")):
+        rewards = result["rewards"][name]
+        cells = [words, f"{len(rewards)} of {result['steps']}"]
+        cells += [f"{sum(rewards) / len(rewards):.3f}"]
+        held_out = result["held_out"].get(name)
+        cells += ["{:.3f} -> {:.3f}".format(*held_out) if held_out else ""]
+        cells += [f"{result['mismatch_max'][name]:.0e}"]
+        cells += [f"{result['seconds'][name]:.0f}" if name in result["seconds"] else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(result: dict, file: Path) -> None:
+    figure, axis = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    styles = {"alone": ("o", "a, alone"), "a": ("-", "a, shared"), "b": ("--", "b, shared")}
+    for name, (style, label) in styles.items():
+        rewards = result["rewards"][name]
+        axis.plot(range(1, len(rewards) + 1), rewards, style, label=label)
+    axis.plot(len(rewards), rewards[-1], "x", color="black", label="b is killed")
+    axis.set_xlabel("step")
+    axis.set_ylabel("reward")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("experiments/fleet.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / f"fleet-{os.getpid()}")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent, help="a directory")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process is left behind
+    processes: list[subprocess.Popen] = []
+    try:
+        result = play(options.runs.absolute(), options.steps, processes)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+    text = (
+        f"{table(result)}\n\n"
+        f"Of a's {result['steps']} steps the first {result['equal_steps']} had the same reward and "
+        f"as many tokens as alone; the adapters differ by at most "
+        f"{result['adapter_difference']:.0e}. When b died the server offered "
+        f"{len(result['when_b_died']['served'])} adapters; b's last stays until b is resumed."
+    )
+    print(text)
+    heading = (
+        f"# One server, two runs, one death\n\n`{result['command']}`\n\n![rewards](fleet.png)\n"
+    )
+    (options.results / "fleet.md").write_text(f"{heading}\n{text}\n")
+    (options.results / "fleet.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.results / "fleet.png")
+
+
+if __name__ == "__main__":
+    main()
