@@ -140,7 +140,14 @@ class Config:
     vllm_timeout: float = 600.0
     """Seconds for an answer; a server that takes longer hangs."""
     slots: int = 128
-    """Episodes that the engine, or each server, samples at once."""
+    """Episodes of a batch that the engine, or each server, samples at once."""
+    max_staleness: int = 0
+    """Steps that a batch's version may be behind the one it trains. 0: sample, then train; 1 or
+    more: at the same time, the sampler in a process of its own (pipeline.py)."""
+    threads: int = 0
+    """Threads of the trainer's torch; 0 leaves it to torch and OMP_NUM_THREADS."""
+    sampler_threads: int = 0
+    """The same of a server that the run starts."""
     micro_tokens: int = 4096
     """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
 
@@ -167,15 +174,15 @@ def parse_config(arguments: list[str], kind: type = Config):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.toml")
     file, arguments = parser.parse_known_args(arguments)
-    defaults = kind(**read_toml(Path(file.config), kind)) if file.config else kind()
+    # Each --vllm-url is appended to the default's: where there is one, the file's are replaced.
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    anew = {"vllm_url": ()} if "--vllm-url" in flags else {}
+    defaults = kind(**read_toml(Path(file.config), kind) | anew) if file.config else kind()
     description = f"{kind.__doc__} --config FILE.toml sets any of these fields first."
     config = tyro.cli(kind, default=defaults, args=arguments, description=description)
     saved = Path(config.output) / "config.toml"
     if config.resume and not file.config and saved.is_file():
-        before = read_toml(saved, kind)
-        if any(argument.startswith("--vllm-url") for argument in arguments):
-            before.pop("vllm_url")  # repeated, the flag adds to what it had
-        config = tyro.cli(kind, default=kind(**before), args=arguments)
+        config = tyro.cli(kind, default=kind(**read_toml(saved, kind) | anew), args=arguments)
     return config
 
 
@@ -184,7 +191,10 @@ def check_config(config) -> None:
     positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
         eval_size eval_samples save_every micro_tokens lr temperature max_grad_norm
         vllm_timeout""".split()
-    fields = vars(config).keys() & {*positive, "kl", "warmup", "eval_every", "seed"}
+    fields = vars(config).keys() & {
+        *(*positive, "kl", "warmup", "eval_every", "seed"),
+        *("max_staleness", "threads", "sampler_threads"),
+    }
     for name in sorted(fields):
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
         if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
@@ -254,6 +264,20 @@ def check_modes(config: Config) -> None:
             "--shard-base leaves no rank the whole base that the embedded engine samples from; use "
             "--engine vllm"
         )
+    if config.full and config.max_staleness:
+        raise ValueError(
+            "--full samples the weights that it trains, so no version older than they are is left "
+            "for --max-staleness"
+        )
+    if config.max_staleness and config.quantize != "none":
+        raise ValueError(
+            "--quantize nf4 trains on 4-bit weights, and --max-staleness samples from others, in a "
+            "server: two policies; leave one of the two out"
+        )
+    if config.sampler_threads and (
+        config.vllm_url or (config.engine, config.max_staleness) == ("torch", 0)
+    ):
+        raise ValueError("--sampler-threads is for a server that the run starts; there is none")
     if config.vllm_url and config.engine != "vllm":
         raise ValueError("--vllm-url names servers for --engine vllm; add that")
     if config.engine == "vllm" and config.rank > VLLM_RANKS[-1]:

@@ -11,13 +11,15 @@
 With --full there are no broadcasts, a checkpoint holds all weights, and in adapter's place stands
 model/, a Hugging Face checkpoint.
 
-A directory belongs to one run. What is written at an end or at a checkpoint appears whole or not at
-all; a resumed run cuts metrics and samples back to its checkpoint and repeats what came after.
+A directory belongs to one run, and to one process at a time, the one that holds its .lock. What is
+written at an end or at a checkpoint appears whole or not at all; a resumed run cuts metrics and
+samples back to its checkpoint and repeats what came after.
 
 Left out on purpose: experiment trackers; every file here is text, safetensors or a picture.
 """
 
 import dataclasses
+import fcntl
 import io
 import json
 import math
@@ -44,17 +46,40 @@ from lora import LoRAConfig, lora_parameters
 
 @dataclass
 class Run:
-    """A run's directory and its progress; all of it is saved in a checkpoint."""
+    """A run's directory and its progress; all but what is an attempt's is saved in a checkpoint."""
 
     directory: Path
     run_id: str  # names its adapters, so that two runs can share a server
     attempt: int = 1  # grows with each resume, so that no name of an adapter is used twice
     step: int = 0  # optimizer steps done, which is also the version of the adapter
+    episodes: int = 0  # trained on in these steps
     seconds: float = 0.0
     eval_before: dict = field(default_factory=dict)
     eval_after: dict = field(default_factory=dict)
     base_parameters: int = 0
     adapter_parameters: int = 0
+    episodes_started: int = 0  # in all attempts
+    lock: int = -1  # the descriptor by which this process holds the directory
+
+    @property
+    def episodes_dropped(self) -> int:
+        """Episodes that an end or a kill cut short, or that no step was kept of."""
+        return max(self.episodes_started - self.episodes, 0)
+
+    def start_episodes(self, number: int) -> None:
+        """Counts them before they start, so that a kill cannot hide what was lost with it."""
+        self.episodes_started += number
+        self.write_facts()
+
+    def write_facts(self) -> None:
+        facts = {key: getattr(self, key) for key in ("run_id", "attempt", "episodes_started")}
+        write_json(self.directory / "run.json", facts)
+
+    def release(self) -> None:
+        """Lets another process have the directory."""
+        if self.lock >= 0:
+            os.close(self.lock)
+        self.lock = -1
 
     def eta(self, steps: int) -> float:
         """Seconds to step `steps`, at the pace so far."""
@@ -64,8 +89,9 @@ class Run:
 def open_run(config, name: str) -> Run:
     """Makes config.output (or a fresh runs/<name>), or finds the run to resume.
 
-    Raises ValueError for a directory with something in it, for nothing to resume, and for a
-    resumed configuration that differs in more than a resumed run may be told anew.
+    Raises ValueError for a directory with something in it, for nothing to resume, for a run that
+    is still alive, and for a resumed configuration that differs in more than a resumed run may be
+    told anew.
     """
     directory = Path(config.output or f"runs/{name}")
     saved = directory / "config.toml"
@@ -80,8 +106,10 @@ def open_run(config, name: str) -> Run:
         done = max(map(step_of, (directory / "checkpoints").glob("step_*")), default=0)
         if config.steps < done:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
+        lock = hold(directory)
         facts = json.loads((directory / "run.json").read_text())
-        run = Run(directory, facts["run_id"], facts["attempt"] + 1)
+        started = facts["episodes_started"]
+        run = Run(directory, facts["run_id"], facts["attempt"] + 1, episodes_started=started)
     else:
         number = 1
         while not config.output and directory.exists():
@@ -90,10 +118,30 @@ def open_run(config, name: str) -> Run:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ValueError(f"{directory}: not empty; add --resume or name another --output")
         directory.mkdir(parents=True, exist_ok=True)
+        lock = hold(directory)
         run = Run(directory, f"{random.SystemRandom().getrandbits(32):08x}")
+    run.lock = lock
     (run.directory / "config.toml").write_text(to_toml(config))
-    write_json(run.directory / "run.json", {"run_id": run.run_id, "attempt": run.attempt})
+    run.write_facts()
     return run
+
+
+def hold(directory: Path) -> int:
+    """Takes a run's directory for this process: the descriptor that holds it.
+
+    Raises ValueError, with the number of the process, if another has it. The kernel ends a lock at
+    any death of its process, so a killed run leaves none behind.
+    """
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        process = os.read(descriptor, 20).decode()
+        os.close(descriptor)
+        raise ValueError(f"{directory}: in use by process {process}, a run that is alive") from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
 
 
 @contextmanager
@@ -130,6 +178,8 @@ def cut_back(file: Path, step: int) -> None:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
+OF_AN_ATTEMPT = ("directory", "attempt", "episodes_started", "lock")  # of a Run, in no checkpoint
+
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
@@ -143,7 +193,7 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: i
         return  # a step has one outcome
     beside = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    progress = dataclasses.asdict(run) | {"directory": ""}
+    progress = {key: value for key, value in vars(run).items() if key not in OF_AN_ATTEMPT}
     state = {"optimizer": optimizer.state_dict(), "torch": torch.get_rng_state(), "run": progress}
     torch.save(state, data := io.BytesIO())
     try:
@@ -181,8 +231,7 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
         raise ValueError(f"{where} ({error})") from error
     torch.set_rng_state(state["torch"])
     # eval_after was the result of fewer steps, if this run is made longer.
-    now = {"directory": run.directory, "attempt": run.attempt, "eval_after": {}}
-    return Run(**(state["run"] | now))
+    return dataclasses.replace(run, **state["run"] | {"eval_after": {}})
 
 
 # --- what came out --------------------------------------------------------------------------------
@@ -333,12 +382,15 @@ def finish(
         "adapter_bytes": trained_bytes if lora else 0,
         "peak_memory_bytes": peak_memory(),
     }
+    if run.episodes_started:
+        summary["episodes_dropped"] = run.episodes_dropped
     if not lora:
         summary["model_bytes"] = trained_bytes
     write_json(run.directory / "summary.json", summary)
     plot(run, run.directory.name, panels)
     if not after:
-        print(f"\nstopped after step {run.step}; go on: --output {run.directory} --resume")
+        dropped = f", {run.episodes_dropped} episodes dropped" if run.episodes_dropped else ""
+        print(f"\nstopped after step {run.step}{dropped}; go on: --output {run.directory} --resume")
         return
     changes = ", ".join(
         f"{words} {before[key]:.3f} -> {after[key]:.3f}"

@@ -460,9 +460,12 @@ async def train(config: SFTConfig) -> None:
     finally:
         # Ctrl-C cancels the loop at an await, so between steps; what fails within a step leaves
         # the last checkpoint as it is.
-        if whole:
-            seconds = time.monotonic() - started
-            finish(run, model, trainer.lora, optimizer, config, seconds, PANELS)
+        try:
+            if whole:
+                seconds = time.monotonic() - started
+                finish(run, model, trainer.lora, optimizer, config, seconds, PANELS)
+        finally:
+            run.release()
 
 
 def main(arguments: list[str]) -> None:

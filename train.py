@@ -9,6 +9,7 @@
     python train.py --config my.toml --plan          what a run will need (tools/plan.py)
     python train.py --config my.toml --rehearse      two steps in miniature (tools/rehearse.py)
     torchrun --nproc-per-node 2 train.py --rank 8    several processes (distributed.py)
+    python train.py --max-staleness 1                sample and train at once (pipeline.py)
 
 One step, numbered as in the README's figure:
 
@@ -18,7 +19,8 @@ One step, numbered as in the README's figure:
       └──────────────────────── version k + 1, read back by the engine ◄────────────────┘
 
 This file knows all others and holds no mathematics: losses are in grpo.py, the policy in model.py
-and lora.py, sampling in rollout.py, the adapter's directory in broadcast.py.
+and lora.py, sampling in rollout.py, the adapter's directory in broadcast.py. With --max-staleness
+the loop is the same, and stage 1 has mostly been done while the step before was computed.
 
 Left out on purpose: several optimizer steps on one batch (the batch would be off-policy for all but
 the first), a learning-rate decay (a run can be made longer without changing its past).
@@ -35,7 +37,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,6 +68,7 @@ from full import check_finite, trainable
 from grpo import group_advantages, kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
 from model import Qwen3
+from pipeline import Pipeline
 from quant import quantize_base
 from rollout import Request, TorchEngine, Trajectory, VLLMEngine, derive_seed, run_groups
 from run import (
@@ -334,11 +337,12 @@ class Trainer:
     model: Qwen3
     lora: LoRAConfig | None  # None: full fine-tuning, there is no adapter
     optimizer: torch.optim.Optimizer
-    engine: TorchEngine | VLLMEngine | None  # None: vLLM, not yet started
+    engine: TorchEngine | VLLMEngine | None  # None: a server, not yet started
     run: Run
     frozen: Qwen3 | None = None  # the reference of full fine-tuning
-    adapter: str | None = None  # the version that samples, by the engine's name for it
-    published: Path | None = None  # and by its directory
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    adapter: str | None = None  # the newest version, by the engine's name for it
+    alive: dict[int, tuple[str, Path]] = field(default_factory=dict)  # version -> name, directory
     probed: list[tuple] = field(default_factory=list)  # what each server sampled, and our logprobs
 
     def __post_init__(self):
@@ -346,7 +350,8 @@ class Trainer:
         self.ranks.lead(self.config.seed + self.run.step)
 
     def publish(self) -> None:
-        """Ships version run.step: writes its directory, loads it, retires the version before.
+        """Ships version run.step: writes its directory, loads it, retires those before that no
+        batch under way names. The first one also retires what attempts that died have left.
 
         Without an adapter the engine samples the trained weights themselves, and nothing is
         shipped; keys and values that the weights before computed are forgotten.
@@ -355,14 +360,20 @@ class Trainer:
             check_finite(self.model)
             self.engine.drop_cache()
             return
-        broadcasts = self.run.directory / "broadcasts" / f"attempt_{self.run.attempt}"
-        path = publish(self.model, self.lora, broadcasts, self.run.step, self.config.model)
-        name = f"{self.run.run_id}-{self.run.attempt}-{self.run.step}"
-        self.engine.add_adapter(name, path)
-        if self.published:
-            self.engine.remove_adapter(self.adapter)
-            retire(self.published)
-        self.adapter, self.published = name, path
+        run = self.run
+        if not self.alive:
+            for attempt in (run.directory / "broadcasts").glob("attempt_*"):
+                for path in list_published(attempt):
+                    retire(path)
+        broadcasts = run.directory / "broadcasts" / f"attempt_{run.attempt}"
+        path = publish(self.model, self.lora, broadcasts, run.step, self.config.model)
+        self.adapter = f"{run.run_id}-{run.attempt}-{run.step}"
+        self.engine.add_adapter(self.adapter, path)
+        self.alive[run.step] = self.adapter, path
+        for version in self.alive.keys() - self.pipeline.versions - {run.step}:
+            name, path = self.alive.pop(version)
+            self.engine.remove_adapter(name)
+            retire(path)
 
     async def probe(self) -> None:
         """Asks every server for one short completion by the new version, and scores it.
@@ -374,7 +385,7 @@ class Trainer:
         bound, before, self.probed = MISMATCH_BOUND[self.config.dtype], self.probed, []
         for server in range(self.engine.servers):
             request = Request(prompt, PROBE_TOKENS, PROBE_TEMPERATURE, self.adapter, seed=server)
-            answer = await self.engine.generate(request)
+            answer = await self.pipeline.run(self.engine.generate(request))
             ours = self.logprobs(prompt, answer.token_ids, PROBE_TEMPERATURE)
             problem, stale = None, False
             if before and before[server][0].token_ids == answer.token_ids:
@@ -408,9 +419,9 @@ class Trainer:
         return logprobs
 
     async def play(
-        self, environment, tasks, group_size, temperature, label
+        self, environment, tasks, group_size, temperature, label, *, step, adapter, version
     ) -> list[list[Trajectory]]:
-        """(P, G) episodes by the published version."""
+        """(P, G) episodes, all by the version named; their seeds follow from `step`."""
         with tqdm(total=len(tasks) * group_size, desc=label, leave=False, disable=None) as bar:
             groups = await run_groups(
                 self.engine,
@@ -419,22 +430,33 @@ class Trainer:
                 tasks,
                 group_size,
                 seed=self.config.seed,
-                step=self.run.step,
+                step=step,
                 progress=lambda done, total: bar.update(),
-                adapter=self.adapter,
-                version=self.run.step,
+                adapter=adapter,
+                version=version,
                 temperature=temperature,
                 max_turns=self.config.max_turns,
                 max_new_tokens=self.config.max_new_tokens,
             )
-        self.engine.drop_cache(self.adapter)  # a step depends, to the last bit, on itself alone
+        self.engine.drop_cache(adapter)  # a step depends, to the last bit, on itself alone
         return groups
 
+    def play_batch(self, batch: int) -> Coroutine:
+        """Sampled episodes for step batch + 1, by what is the newest version at this moment."""
+        config, run = self.config, self.run
+        tasks = tasks_of_step(self.environment.train, batch, config.groups, config.seed)
+        run.start_episodes(config.groups * config.group_size)
+        what = (self.environment, tasks, config.group_size, config.temperature)
+        label = f"step {batch + 1} sampling"
+        return self.play(*what, label, step=batch, adapter=self.adapter, version=run.step)
+
     async def evaluate(self) -> tuple[dict, list[Trajectory]]:
-        """Mean reward on the held-out questions and its interval, and what became of the
-        episodes."""
+        """Mean reward of the newest version on the held-out questions with its interval, and what
+        became of the episodes. Batches under way go on meanwhile."""
         tasks = self.held_out.eval[: self.config.eval_size]
-        groups = await self.play(self.held_out, tasks, *eval_draws(self.config), "evaluating")
+        what = (self.held_out, tasks, *eval_draws(self.config), "evaluating")
+        version = {"adapter": self.adapter, "version": self.run.step}
+        groups = await self.pipeline.run(self.play(*what, step=self.run.step, **version))
         episodes = [episode for group in groups for episode in group]
         outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
         result = {
@@ -483,6 +505,8 @@ def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     check_ranks(config)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     environment, held_out = load_environments(config)
     if config.judge_url:
         environment.judge.check()
@@ -490,8 +514,8 @@ def set_up(config: Config) -> Trainer:
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
     model, lora, optimizer, size, frozen = recruit(load_replica, config)
-    engine = None  # a vLLM of the run's own starts when there is a directory for its log
-    if config.engine == "torch":
+    engine = None  # a server of the run's own starts when there is a directory for its log
+    if config.engine == "torch" and not config.max_staleness:
         engine = TorchEngine(model, config.slots, config.max_length)
     elif config.vllm_url:
         engine = vllm_client(config, model, config.vllm_url)
@@ -501,7 +525,7 @@ def set_up(config: Config) -> Trainer:
     )
     run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
-    return Trainer(*parts, frozen=frozen)
+    return Trainer(*parts, frozen, Pipeline(config.max_staleness))
 
 
 def load_replica(config: Config) -> tuple:
@@ -564,15 +588,23 @@ def start_run(
 ) -> Run:
     """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
     run = open_run(config, name)
+    try:
+        return fill_run(config, run, model, lora, optimizer, base_parameters, heading)
+    except BaseException:
+        run.release()
+        raise
+
+
+def fill_run(
+    config, run: Run, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
+) -> Run:
+    """The rest of start_run, with the directory in hand."""
     reference = run.directory / "reference"
     if getattr(config, "init_adapter", "") and not reference.is_dir():
         save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
     run = load_checkpoint(run, model, optimizer)
     for name in ("metrics.jsonl", "samples.jsonl"):
         cut_back(run.directory / name, run.step)
-    for attempt in (run.directory / "broadcasts").glob("attempt_*"):
-        for path in list_published(attempt):
-            retire(path)  # left by an attempt that died
     adapter = lora_parameters(model)
     run.base_parameters = base_parameters
     run.adapter_parameters = sum(p.numel() for p in adapter.values())
@@ -591,6 +623,7 @@ def start_run(
         f"{heading}\n"
         f"{config.model}: {base_parameters:,} parameters, {trained}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}"
+        f"{f'; {run.episodes_dropped} episodes were dropped' if run.episodes_dropped else ''}"
         f"{sent}",
         flush=True,
     )
@@ -598,29 +631,31 @@ def start_run(
 
 
 def vllm_client(config: Config, model, urls, last_words=VLLMEngine.NO_LOG) -> VLLMEngine:
-    settings = (config.max_length, config.slots, config.vllm_timeout)
+    slots = config.slots * (config.max_staleness + 1)  # of all batches under way
+    settings = (config.max_length, slots, config.vllm_timeout)
     return VLLMEngine(model, urls, *settings, last_words)
 
 
-async def start_vllm(trainer: Trainer, stack: AsyncExitStack) -> None:
+async def start_server(trainer: Trainer, stack: AsyncExitStack) -> None:
     """A client for the run, of its servers or of one that starts now; both end with `stack`."""
-    from tools.vllm_server import VLLMServer  # the launcher stands beside the core
+    from tools.vllm_server import TorchServer, VLLMServer  # the launcher stands beside the core
 
     config, run = trainer.config, trainer.run
     if trainer.engine is None:
-        server = VLLMServer(
-            config.model,
-            run.directory / "vllm.log",
-            max_lora_rank=next(rank for rank in VLLM_RANKS if rank >= config.rank),
-            dtype=config.dtype,
-            device=config.device,
-            max_length=config.max_length,
-            slots=config.slots,
-        )
+        settings = {"dtype": config.dtype, "device": config.device}
+        settings |= {"slots": config.slots * (config.max_staleness + 1)}
+        settings |= {"max_length": config.max_length, "threads": config.sampler_threads}
+        if config.engine == "vllm":
+            rank = next(rank for rank in VLLM_RANKS if rank >= config.rank)
+            settings |= {"max_lora_rank": rank, "versions": config.max_staleness + 2}
+            server = VLLMServer(config.model, run.directory / "vllm.log", **settings)
+        else:
+            server = TorchServer(config.model, run.directory / "serve.log", **settings)
         await stack.enter_async_context(server)
         trainer.engine = vllm_client(config, trainer.model, [server.url], server.last_words)
-    stack.push_async_callback(trainer.engine.close)
-    trainer.engine.forget(f"{run.run_id}-")
+    await stack.enter_async_context(trainer.pipeline)
+    stack.push_async_callback(lambda: trainer.pipeline.run(trainer.engine.close()))
+    trainer.engine.forget(f"{run.run_id}-")  # of an attempt that died; its directories go after it
 
 
 async def train(config: Config) -> None:
@@ -645,9 +680,10 @@ async def evaluate_within(config: Config, stack: AsyncExitStack) -> None:
     started = time.monotonic()
     trainer = set_up(config)
     run = trainer.run
+    stack.callback(run.release)
     try:
-        if config.engine == "vllm":
-            await start_vllm(trainer, stack)
+        if not isinstance(trainer.engine, TorchEngine):
+            await start_server(trainer, stack)
         trainer.publish()
         await trainer.probe()
         result, episodes = await trainer.evaluate()
@@ -665,10 +701,11 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
     started = time.monotonic()
     trainer = set_up(config)
     run, model, environment = trainer.run, trainer.model, trainer.environment
+    stack.callback(run.release)
     whole, step = True, run.step  # whole: parameters, run.step and rows are of one moment
     try:
-        if config.engine == "vllm":
-            await start_vllm(trainer, stack)
+        if not isinstance(trainer.engine, TorchEngine):
+            await start_server(trainer, stack)
         trainer.publish()
         await trainer.probe()
         if not run.eval_before:
@@ -680,13 +717,14 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             if config.eval_every and run.step and run.step % config.eval_every == 0:
                 eval_reward = (await trainer.evaluate())[0]["reward"]
             clock = [time.monotonic()]
-            # 1 sample
-            tasks = tasks_of_step(environment.train, run.step, config.groups, config.seed)
-            label = f"step {step} sampling"
-            groups = await trainer.play(
-                environment, tasks, config.group_size, config.temperature, label
+            # 1 sample; what may be sampled for the steps after this one starts too
+            groups, sample_seconds = await trainer.pipeline.take(
+                run.step, config.steps, trainer.play_batch
             )
             clock.append(time.monotonic())
+            staleness = max(run.step - episode.version for group in groups for episode in group)
+            if not 0 <= staleness <= config.max_staleness:
+                raise RuntimeError(f"sampled {staleness} versions ago: beyond --max-staleness")
             # 2 score: the environment did, at the end of each episode
             rewards_P_G = torch.tensor([[episode.reward for episode in group] for group in groups])
             # 3 advantages
@@ -708,7 +746,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             metrics["grad_norm"] = trainer.ranks.everywhere(step_together, run.step, config)
             clock.append(time.monotonic())
             # 6 publish
-            whole, run.step = False, step
+            whole, run.step, run.episodes = False, step, run.episodes + len(episodes)
             trainer.publish()
 
             row = {
@@ -721,9 +759,10 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 "tokens_sampled": sampled,
                 "groups_skipped": int(equal_P.sum()),
                 "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
-                "staleness_max": max(step - 1 - episode.version for episode in episodes),
+                "staleness_max": staleness,
                 "seconds": time.monotonic() - clock[0],
-                "sample_tokens_per_second": sampled / (clock[1] - clock[0]),
+                "seconds_waiting": clock[1] - clock[0],
+                "sample_tokens_per_second": sampled / sample_seconds,
                 "train_tokens_per_second": sum(len(pair[0].token_ids) for pair in pairs)
                 / (clock[2] - clock[1]),
             }
@@ -736,7 +775,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 append_row(run.directory / "samples.jsonl", sample)
             whole = True
             print(step_line(row, run, config), flush=True)
-            if row["mismatch_max"] > MISMATCH_BOUND[config.dtype]:
+            if not staleness and row["mismatch_max"] > MISMATCH_BOUND[config.dtype]:
                 print(
                     f"trainer and sampler differ by {row['mismatch_max']:.2g} a logprob, more than "
                     f"{MISMATCH_BOUND[config.dtype]} from rounding: see experiments/mismatch.md",
@@ -751,6 +790,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
     finally:
         # However the loop ended, what a user would want to keep is kept. Ctrl-C cancels it at an
         # await, so before stage 2; what fails in stage 6 leaves the last checkpoint as it is.
+        await trainer.pipeline.drop()
         if whole:
             seconds = time.monotonic() - started
             finish(run, model, trainer.lora, trainer.optimizer, config, seconds, PANELS)

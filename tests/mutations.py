@@ -273,6 +273,20 @@ MUTATIONS = (
         "test_train.py::test_a_run_made_longer_is_the_long_run",
     ),
     Mutation(
+        "a batch is sampled further ahead than the bound on staleness",
+        "pipeline.py",
+        "range(batch, min(batch + self.staleness + 1, end))",
+        "range(batch, min(batch + self.staleness + 2, end))",
+        "test_pipeline.py::test_batches_come_in_order_once_each_and_never_too_old",
+    ),
+    Mutation(
+        "a version is retired while a batch under way names it",
+        "train.py",
+        "self.alive.keys() - self.pipeline.versions - {run.step}",
+        "self.alive.keys() - {run.step}",
+        "test_pipeline.py::test_batches_come_in_order_once_each_and_never_too_old",
+    ),
+    Mutation(
         "a run from an adapter has the base for its reference",
         "train.py",
         "[(REFERENCE, None)] if started_from_one else []",

@@ -168,7 +168,7 @@ def test_keys_and_values_of_the_weights_before_serve_nobody(tmp_path, fields):
 def test_a_run_leaves_a_checkpoint_where_the_adapter_would_be(straight):
     output = straight.output
     assert {path.name for path in output.iterdir()} == {
-        *("config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "summary.json"),
+        *("config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "summary.json", ".lock"),
         *("reward.png", "checkpoints", "model"),
     }
     assert checkpoints(output) == ["step_000002", "step_000003"]

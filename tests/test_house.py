@@ -91,6 +91,7 @@ def test_lora_knows_no_model_but_for_its_command_line():
         ("full.py", OURS - {"lora", "checkpoint", "experts"}),
         ("client.py", OURS - {"broadcast", "engine", "lora", "model"}),
         ("distributed.py", OURS - {"full"}),
+        ("pipeline.py", OURS),
         ("rollout.py", OURS - {"chat", "client", "engine"}),
         ("config.py", {"rollout", "engine", "chat", "train", "run", "model", "broadcast"}),
         ("run.py", {"rollout", "engine", "chat", "grpo", "train", "model", "environments"}),

@@ -98,14 +98,15 @@ def test_a_run_starts_its_server_for_a_rank_that_vllm_takes(monkeypatch, rank, r
             pass
 
     monkeypatch.setattr(vllm_server, "VLLMServer", Server)
-    fields = Config(rank, model="m", slots=5, max_length=99, dtype="bfloat16")
+    fields = Config(rank, model="m", slots=5, max_length=99, dtype="bfloat16", engine="vllm")
     trainer = SimpleNamespace(
         engine=None, config=fields, run=SimpleNamespace(directory=Path("run"))
     )
     with pytest.raises(InterruptedError):
-        asyncio.run(train.start_vllm(trainer, contextlib.AsyncExitStack()))
+        asyncio.run(train.start_server(trainer, contextlib.AsyncExitStack()))
     settings = {"max_lora_rank": rounded, "slots": 5, "max_length": 99, "dtype": "bfloat16"}
-    assert seen == [("m", Path("run/vllm.log"), settings | {"device": "cpu"})]
+    settings |= {"device": "cpu", "threads": 0, "versions": 2}
+    assert seen == [("m", Path("run/vllm.log"), settings)]
 
 
 # --- configurations -------------------------------------------------------------------------------

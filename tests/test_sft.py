@@ -375,7 +375,7 @@ def straight(tmp_path_factory, small):
 
 def test_a_run_leaves_what_one_of_reinforcement_learning_does(straight, small):
     assert {path.name for path in straight.iterdir()} == {
-        *("config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "summary.json"),
+        *("config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "summary.json", ".lock"),
         *("loss.png", "broadcasts", "checkpoints", "adapter"),
     }
     assert (straight / "loss.png").read_bytes().startswith(b"\x89PNG")

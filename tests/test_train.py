@@ -42,7 +42,7 @@ from rollout import Trajectory
 ROOT = Path(train.__file__).parent
 BASE = ROOT / "assets" / "tiny-qwen3"
 WIKI = ROOT / "assets" / "tiny-wiki"
-TIMES = ("seconds", "sample_tokens_per_second", "train_tokens_per_second")
+TIMES = ("seconds", "seconds_waiting", "sample_tokens_per_second", "train_tokens_per_second")
 
 
 # --- short runs -----------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_run_leaves_the_files_that_it_promises(straight):
     output = straight.output
     assert {path.name for path in output.iterdir()} == {
         *("config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "summary.json"),
-        *("reward.png", "broadcasts", "checkpoints", "adapter"),
+        *("reward.png", "broadcasts", "checkpoints", "adapter", ".lock"),
     }
     assert (output / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert checkpoints(output) == ["step_000003", "step_000004"]
@@ -1099,7 +1099,7 @@ def test_what_is_broadcast_is_what_samples(tmp_path, as_it_is, monkeypatch, broa
     publish = train.Trainer.publish
 
     def publish_for_nobody(trainer):
-        if trainer.published is None:
+        if not trainer.alive:
             return publish(trainer)
         directory = trainer.run.directory / "broadcasts" / "nobody_reads"
         broadcast.publish(trainer.model, trainer.lora, directory, trainer.run.step)

@@ -243,11 +243,14 @@ def kept_bytes(
     *,
     tokens: int,
     wanted: int,
+    checkpointing: bool = False,
 ) -> int:
     """What the forward pass of a micro-batch of `tokens`, of which `wanted` carry loss, keeps for
-    the backward pass. lora None: full fine-tuning."""
+    the backward pass. lora None: full fine-tuning. checkpointing: of each layer its input alone,
+    and of the one that is computed again everything."""
     D, b, full = shapes.hidden_size, BYTES[dtype], lora is None
-    each = sum(layer.saved for layer in layers(shapes, lora, dtype))
+    each = [layer.saved for layer in layers(shapes, lora, dtype)]
+    each = len(each) * b * D + max(each) if checkpointing else sum(each)
     each += 4 * D + 4 + b * D * full + 1  # the last norm, and the mask
     head = b * D + 8 + (b * D + 4) * full  # HeadLogprobs: its gradient and the targets
     casts = 0 if full or b == FP32 else b * parameters_of(shapes, lora)[1]
@@ -310,22 +313,26 @@ def memory(config: Config) -> dict[str, int]:
     tokens = max(config.micro_tokens, config.max_length)  # a batch has at least one episode
     wanted = int(tokens * SAMPLED[config.environment])
     parts = {"base": base_bytes(shapes, config.dtype, config.quantize)}
+    embedded = config.engine == "torch" and not config.max_staleness
     if lora:
-        embedded = config.engine == "torch"  # the version that samples, and the one that is coming
+        # Embedded: also the version that samples, and the one that is coming.
         copies = 1 + 2 * embedded + bool(config.init_adapter)
         parts["adapters, fp32"] = copies * FP32 * adapter
     else:
         parts["the frozen copy"] = parts["base"]
     parts["gradients"] = FP32 * trained
     parts["Adam's moments"] = ADAM * trained
-    kept = kept_bytes(shapes, lora, config.dtype, tokens=tokens, wanted=wanted)
+    counted = {"tokens": tokens, "wanted": wanted, "checkpointing": config.gradient_checkpointing}
+    kept = kept_bytes(shapes, lora, config.dtype, **counted)
     parts["kept for the backward pass"] = kept
     parts["logits, a chunk"] = head_bytes(shapes, config.dtype)
-    cache = cache_bytes(shapes, config.slots, config.max_length, config.dtype)
-    if config.engine == "torch":
+    streams = config.slots * (config.max_staleness + 1)  # of all batches under way
+    cache = cache_bytes(shapes, streams, config.max_length, config.dtype)
+    if embedded:
         return parts | {"cache": cache}
-    narrow = 2 * BYTES[config.dtype] * adapter
-    server = {"server: base": base_bytes(shapes, config.dtype), "server: adapters": narrow}
+    held = (config.max_staleness + 2) * adapter
+    held *= BYTES[config.dtype] if config.engine == "vllm" else FP32
+    server = {"server: base": base_bytes(shapes, config.dtype), "server: adapters": held}
     return parts | server | {"server: cache, if every episode were full": cache}
 
 
@@ -385,7 +392,8 @@ def plan(config: Config) -> str:
     lines = [f"{config.model}: {base:,} parameters, {adapter:,} in adapters ({adapter / base:.2%})"]
     lines += ["", "memory of the trainer", *table(here | {"all": sum(here.values())})]
     if server:
-        lines += ["", f"memory of vLLM{', somewhere else' if config.vllm_url else ''}"]
+        where = ", somewhere else" if config.vllm_url else ""
+        lines += ["", f"memory of the sampler's process{where}"]
         lines += table({name.removeprefix("server: "): size for name, size in server.items()})
     lines += ["", fits(config, here, server, device)]
     lines += ["", "computed a step", *table(flops, "FLOP")]
@@ -419,7 +427,9 @@ def table(parts: dict[str, float], unit: str = "B") -> list[str]:
 def fits(config: Config, here: dict, server: dict, device: Device) -> str:
     """Whether the device holds it."""
     need, least = sum(here.values()), 0
-    if server and not config.vllm_url:
+    if server and config.engine == "torch":
+        least = sum(server.values())
+    elif server and not config.vllm_url:
         least = server["server: base"] + server["server: adapters"]
         if least > device.memory / 2:
             return (
@@ -448,6 +458,7 @@ def assumptions(config: Config, device: Device) -> list[str]:
         "step",
         f"  {shares} are reached in prefill, forward and backward pass, "
         f"{device.decode_share:.0%} of {device.bandwidth / 1e9:g} GB/s in decoding",
-        "  sampling and training take turns; evaluations, tools, judges and loading take no time",
+        "  sampling and training take turns, also with --max-staleness; evaluations, tools, judges "
+        "and loading take no time; one process trains, with the whole base",
         "  not counted: the process itself (0.5 to 2 GB), what a prefill needs, fragmentation",
     ]

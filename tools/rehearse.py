@@ -61,6 +61,7 @@ REPLACED = {
     "judge_url": "",
     "judge_model": "",
     "vllm_url": (),
+    "shard_base": False,
     "device": "cpu",
     "dtype": "float32",
 }

@@ -8,7 +8,7 @@
     GET  /v1/models                  the base and the adapters that a request may name
     POST /v1/completions             token ids in, token ids and their logprobs out
     POST /v1/load_lora_adapter       a published directory, under a name never used before
-    POST /v1/unload_lora_adapter
+    POST /v1/unload_lora_adapter     forgets the name at once, the adapter after its last request
 
 So one protocol serves both engines. The checkpoint is memory-mapped: processes that load the same
 one share its pages, and a frozen base is never written, so they stay shared.
@@ -80,7 +80,8 @@ class Server:
             writer.close()
 
     async def answer(self, route: str, body: bytes) -> tuple[int, dict]:
-        """Status and content: what the route returns, or why not in the form of vLLM's errors."""
+        """Status and content, in the form of vLLM's errors; whatever a request brings about, the
+        server goes on."""
         try:
             if route not in self.routes:
                 raise Refused(404, f"no route {route}")
@@ -141,8 +142,11 @@ class Server:
         name = body["lora_name"]
         if name not in self.directories:
             raise Refused(404, f"The lora adapter '{name}' cannot be found.")
-        self.engine.remove_adapter(name)
         del self.directories[name]
+        # What is in flight goes on to its end, also where the client was killed meanwhile.
+        while any(stream.request.adapter == name for stream in self.engine.unfinished()):
+            await asyncio.sleep(0.02)
+        self.engine.remove_adapter(name)
         return {"unloaded": name}
 
 

@@ -1,11 +1,12 @@
-"""A vLLM server for one run: started with the flags that the run needs, gone with it.
+"""A server for one run, vLLM's or ours: started with the flags that the run needs, gone with it.
 
     train.py ── pipe ──► supervisor (this file) ── starts ──► vLLM's API server ──► its engine
                 │                                             └──── one process group ────┘
                 └─ closes at any death of train.py: the supervisor ends the whole group
 
 A pipe, because a process that is killed with -9 can say nothing, but its pipes close; a group,
-because vLLM's engine is a process of its own that would outlive the API server.
+because vLLM's engine is a process of its own that would outlive the API server. tools/serve.py is
+started and ended in the same way.
 
 Every flag follows from the run: adapters on, a slot for each version that can be alive at once,
 log-probabilities after temperature (vLLM's default ignores it), no sampling defaults from the
@@ -94,23 +95,27 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-class VLLMServer:
+class RunServer:
     """One server of one run: `async with` starts it, waits until it answers, and ends it.
 
-    log: file that takes what vLLM prints. settings: as for server_command. Raises RuntimeError,
-    with the end of the log, if vLLM dies or does not answer.
+    name: of what is started, for messages. log: file that takes what it prints. threads: of its
+    matrix products; 0 leaves them to the environment. Raises RuntimeError, with the end of the log,
+    if the server dies or does not answer.
     """
 
-    def __init__(self, model: str, log: Path, **settings):
-        settings.setdefault("port", free_port())
-        self.log, self.port = log, settings["port"]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.command = server_command(model, **settings)
+    def __init__(self, name: str, command: list[str], port: int, log: Path, threads: int = 0):
+        self.name, self.command, self.port, self.log = name, command, port, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment = server_environment()
+        if threads:
+            self.environment["OMP_NUM_THREADS"] = str(threads)
 
-    async def __aenter__(self) -> "VLLMServer":
+    async def __aenter__(self) -> "RunServer":
         with socket.socket() as visitor:
             if visitor.connect_ex(("127.0.0.1", self.port)) == 0:  # it would answer in our place
-                raise RuntimeError(f"port {self.port} is in use; vLLM cannot listen at {self.url}")
+                raise RuntimeError(
+                    f"port {self.port} is in use; {self.name} cannot listen at {self.url}"
+                )
         with self.log.open("a") as stream:
             print(shlex.join(self.command), file=stream, flush=True)
             self.process = subprocess.Popen(
@@ -118,26 +123,27 @@ class VLLMServer:
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,
-                env=server_environment(),
+                env=self.environment,
                 start_new_session=True,  # Ctrl-C is for the run, which then ends its server
             )
         started = time.monotonic()
-        print(f"vLLM is starting at {self.url} (log: {self.log})", flush=True)
+        starting = f"{self.name} is starting"
+        print(f"{starting} at {self.url} (log: {self.log})", flush=True)
         try:
             with tqdm(
-                desc="vLLM is starting", bar_format="{desc} {elapsed}", leave=False, disable=None
+                desc=starting, bar_format="{desc} {elapsed}", leave=False, disable=None
             ) as bar:
                 while not self.answers():
                     bar.refresh()
                     if self.process.poll() is not None:
-                        raise RuntimeError(f"vLLM did not start: {self.last_words()}")
+                        raise RuntimeError(f"{self.name} did not start: {self.last_words()}")
                     if time.monotonic() - started > START_LIMIT:
-                        raise RuntimeError(f"vLLM does not answer: {self.last_words()}")
-                    await asyncio.sleep(0.5)
+                        raise RuntimeError(f"{self.name} does not answer: {self.last_words()}")
+                    await asyncio.sleep(0.2)
         except BaseException:
             await self.__aexit__()
             raise
-        print(f"vLLM is ready after {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{self.name} is ready after {time.monotonic() - started:.0f} s", flush=True)
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -158,6 +164,38 @@ class VLLMServer:
         state = "it is still running" if code is None else f"it ended with exit code {code}"
         tail = self.log.read_text(errors="replace").splitlines()[-lines:]
         return "\n  ".join([f"{state}; the end of {self.log}:", *tail])
+
+
+class VLLMServer(RunServer):
+    """A vLLM server; settings: as for server_command."""
+
+    def __init__(self, model: str, log: Path, threads: int = 0, **settings):
+        settings.setdefault("port", free_port())
+        command = server_command(model, **settings)
+        super().__init__("vLLM", command, settings["port"], log, threads)
+
+
+class TorchServer(RunServer):
+    """tools/serve.py, the embedded engine in a process of its own."""
+
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        threads: int = 0,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_length: int = 512,
+        slots: int = 128,
+    ):
+        port = free_port()
+        command = [sys.executable, str(Path(__file__).resolve().parent / "serve.py"), model]
+        for flag, value in (
+            *(("--port", port), ("--dtype", dtype), ("--device", device)),
+            *(("--max-length", max_length), ("--slots", slots)),
+        ):
+            command += [flag, str(value)]
+        super().__init__("tools/serve.py", command, port, log, threads)
 
 
 def supervise(command: list[str]) -> int:
