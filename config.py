@@ -27,7 +27,15 @@ from lora import TARGETS
 ASSETS = Path(__file__).resolve().parent / "assets"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank accepts (vllm#2847)
 # What a resumed run may be told anew.
-RESUMABLE = ("steps", "vllm_url", "vllm_timeout", "shard_base", "gradient_checkpointing")
+RESUMABLE = (
+    "steps",
+    "vllm_url",
+    "vllm_timeout",
+    "judge_url",
+    "shard_base",
+    "gradient_checkpointing",
+)
+COMMANDS = ("eval_only", "plan", "plan_device", "rehearse", "output", "resume")  # of no run's file
 LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
 
 
@@ -78,6 +86,13 @@ class Config:
     """wiki_search: pages that held-out questions are about, if they are others."""
     search_results: int = 3
     """wiki_search: pages that one search shows."""
+    score: Literal["exact", "overlap"] = "exact"
+    """wiki_search: reward by the rule for the final answer, see environments/wiki_search.py."""
+    judge_url: str = ""
+    """wiki_search: reward by a language model instead, behind this OpenAI-compatible URL; its key
+    is read from JUDGE_API_KEY."""
+    judge_model: str = ""
+    """The judge's name at --judge-url."""
 
     steps: int = 24
     """Optimizer steps, one for each batch of episodes."""
@@ -111,7 +126,9 @@ class Config:
     seed: int = 0
     """A seed repeats its run exactly on the same machine."""
     eval_size: int = 264
-    """Held-out questions answered before and after training, greedily."""
+    """Held-out questions answered before and after training."""
+    eval_samples: int = 1
+    """Episodes of each of them: one is greedy, more are sampled at --temperature."""
     eval_every: int = 0
     """Also evaluate every so many steps; 0 for never."""
     save_every: int = 10
@@ -138,6 +155,14 @@ class Config:
     """Directory of the run; by default a new one under runs/."""
     resume: bool = False
     """Go on with the run in --output; only --steps, servers and what saves memory may differ."""
+    eval_only: bool = False
+    """Only answer the held-out questions, by the base or --init-adapter, and stop."""
+    plan: bool = False
+    """Only print what the run will need, from the shapes alone: memory, FLOPs, bytes, hours."""
+    plan_device: Literal["h200", "a100", "4090", "cpu2"] = "h200"
+    """Device that --plan estimates for."""
+    rehearse: bool = False
+    """Only try the run out: the same code for two steps on the tiny checkpoint and its data."""
 
 
 def parse_config(arguments: list[str], kind: type = Config):
@@ -164,7 +189,8 @@ def parse_config(arguments: list[str], kind: type = Config):
 def check_config(config) -> None:
     """ValueError for what would fail or mislead later; of the fields that the dataclass has."""
     positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
-        eval_size save_every micro_tokens lr temperature max_grad_norm vllm_timeout""".split()
+        eval_size eval_samples save_every micro_tokens lr temperature max_grad_norm
+        vllm_timeout""".split()
     fields = vars(config).keys() & {
         *(*positive, "kl", "warmup", "eval_every", "seed"),
         *("max_staleness", "threads", "sampler_threads"),
@@ -182,10 +208,22 @@ def check_config(config) -> None:
             "--shard-base gathers matrices of one dtype, and --quantize nf4 has packed bytes and "
             "fp32 scales; leave one of the two out"
         )
-    if config.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
     if isinstance(config, Config):
         check_modes(config)
+    if not getattr(config, "plan", False):  # which is for another machine
+        check_machine(config)
+
+
+def check_machine(config) -> None:
+    """ValueError for what this machine lacks."""
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
+    engine, urls = getattr(config, "engine", "torch"), getattr(config, "vllm_url", ())
+    if engine == "vllm" and not urls and find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed in this environment (the README says how), so --engine vllm "
+            "needs servers that are there, each named by --vllm-url"
+        )
 
 
 def check_full(config) -> None:
@@ -244,11 +282,22 @@ def check_modes(config: Config) -> None:
         raise ValueError("--vllm-url names servers for --engine vllm; add that")
     if config.engine == "vllm" and config.rank > VLLM_RANKS[-1]:
         raise ValueError(f"--rank {config.rank}: vLLM serves ranks up to {VLLM_RANKS[-1]}")
-    if config.engine == "vllm" and not config.vllm_url and find_spec("vllm") is None:
-        raise ValueError(
-            "vLLM is not installed in this environment (the README says how), so --engine vllm "
-            "needs servers that are there, each named by --vllm-url"
-        )
+    if config.judge_url and config.environment != "wiki_search":
+        raise ValueError(f"--judge-url: {config.environment} compares answers itself; leave it out")
+    if bool(config.judge_url) != bool(config.judge_model):
+        raise ValueError("--judge-url and --judge-model go together: where a judge is, and which")
+    if (
+        sum((config.eval_only, config.plan, config.rehearse)) > 1
+        or config.resume
+        and (config.eval_only or config.plan or config.rehearse)
+    ):
+        raise ValueError("--eval-only, --plan, --rehearse and --resume are four things to do")
+
+
+def eval_draws(config) -> tuple[int, float]:
+    """Samples of a held-out question and their temperature: one is greedy, several must differ."""
+    samples = getattr(config, "eval_samples", 1)  # sft.py's configuration has none
+    return samples, config.temperature if samples > 1 else 0.0
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -300,5 +349,5 @@ def to_toml(config) -> str:
     return "".join(
         f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
         for key, value in dataclasses.asdict(config).items()
-        if key not in ("output", "resume")
+        if key not in COMMANDS
     )

@@ -18,6 +18,7 @@ Axes: P prompts (groups), G samples per group.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -128,7 +129,8 @@ async def run_episode(
             episode.finish_reason = "wrong_stop"
         elif not calls:
             episode.finish_reason = "answered"
-            episode.reward = float(environment.reward(task, messages))
+            reward = environment.reward(task, messages)
+            episode.reward = float(await reward if inspect.isawaitable(reward) else reward)
         elif episode.turns == max_turns:
             episode.finish_reason = "max_turns"
         else:

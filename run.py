@@ -22,6 +22,7 @@ import dataclasses
 import fcntl
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -291,6 +292,57 @@ def sample_row(run: Run, episode, advantage: float, outcome: str) -> dict:
     }
 
 
+def interval(rewards: list[list[float]], z: float = 1.96) -> list[float]:
+    """95% interval [low, high] of the mean of rewards in [0, 1], samples of each question a list.
+
+    Wilson's (1927), which stays within [0, 1] and is not empty where all rewards are equal. Samples
+    of one question are no independent draws, so the number of draws n is what the spread between
+    the means of questions says, n = p (1 - p) / Var(p): at least the questions, at most the
+    samples.
+    """
+    means = [sum(of_one) / len(of_one) for of_one in rewards]
+    questions, samples = len(means), sum(map(len, rewards))
+    p, n = sum(means) / questions, questions
+    if questions > 1 and 0 < p < 1:
+        variance = sum((mean - p) ** 2 for mean in means) / (questions - 1) / questions
+        n = samples  # and if every question has the same mean, no fewer
+        if variance * samples > p * (1 - p):
+            n = max(questions, p * (1 - p) / variance)
+    middle, share = p + z**2 / (2 * n), 1 + z**2 / n
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    return [max(0.0, (middle - half) / share), min(1.0, (middle + half) / share)]
+
+
+def finish_evaluation(run: Run, result: dict, config, samples: int, seconds: float) -> None:
+    """summary.json and the last line of a run that trains nothing."""
+    low, high = result["interval"]
+    summary = {
+        "reward": result["reward"],
+        "interval": result["interval"],
+        "outcomes": result["outcomes"],
+        "questions": samples // config.eval_samples,
+        "eval_samples": config.eval_samples,
+        "temperature": 0.0 if config.eval_samples == 1 else config.temperature,
+        "model": config.model,
+        "init_adapter": config.init_adapter,
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory(),
+    }
+    write_json(run.directory / "summary.json", summary)
+    print(
+        f"\nmean reward {result['reward']:.3f} (95% {low:.3f} to {high:.3f}): "
+        f"{summary['questions']} held-out questions, {config.eval_samples} "
+        f"{'greedy answer' if config.eval_samples == 1 else 'samples'} each; pass@1, where rewards "
+        f"are 0 or 1\n{result['outcomes']} in {seconds:.0f} s; see {run.directory}"
+    )
+
+
+def peak_memory() -> int:
+    """Bytes of this process's largest resident set so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
 def finish(
     run: Run,
     model,
@@ -315,10 +367,11 @@ def finish(
     trained_bytes = (trained / f"{'adapter_' if lora else ''}model.safetensors").stat().st_size
     before, after = run.eval_before, run.eval_after
     results = {"before": before, "after": after}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
     summary = {
         "eval_before": before.get("reward"),
         "eval_after": after.get("reward"),
+        "interval_before": before.get("interval"),
+        "interval_after": after.get("interval"),
         "outcomes_before": before.get("outcomes"),
         "outcomes_after": after.get("outcomes"),
         **{f"loss_{when}": result["loss"] for when, result in results.items() if "loss" in result},
@@ -327,7 +380,7 @@ def finish(
         "adapter_parameters": run.adapter_parameters,
         "base_parameters": run.base_parameters,
         "adapter_bytes": trained_bytes if lora else 0,
-        "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),
+        "peak_memory_bytes": peak_memory(),
     }
     if run.episodes_started:
         summary["episodes_dropped"] = run.episodes_dropped

@@ -17,6 +17,8 @@ from chat import Tokenizer
 from config import ASSETS, Config
 from distributed import shard_base, traffic, world_size
 from environments import load_environment
+from environments.judge import Judge
+from environments.wiki_search import SCORES
 from full import trainable
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters
 from model import Qwen3
@@ -48,6 +50,9 @@ def load_environments(config) -> tuple[Any, Any]:
     eval_corpus = files.pop("eval_corpus", None)
     if config.environment == "wiki_search":
         files["results"] = config.search_results
+        files["score"] = SCORES[getattr(config, "score", "exact")]
+        if getattr(config, "judge_url", ""):
+            files["judge"] = Judge(config.judge_url, config.judge_model)
     environment = load_environment(config.environment, **files)
     if not environment.eval:
         raise ValueError(f"{config.questions}: too few to hold any out; name --eval-questions")

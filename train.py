@@ -5,6 +5,9 @@
     python train.py --config my.toml --steps 50      any field below, from a file and as a flag
     python train.py --init-adapter runs/x/adapter    go on from an adapter, such as one of sft.py
     python train.py --output runs/x --resume         go on where a run stopped, bit for bit
+    python train.py --config my.toml --eval-only     the held-out reward, with its interval
+    python train.py --config my.toml --plan          what a run will need (tools/plan.py)
+    python train.py --config my.toml --rehearse      two steps in miniature (tools/rehearse.py)
     torchrun --nproc-per-node 2 train.py --rank 8    several processes (distributed.py)
     python train.py --max-staleness 1                sample and train at once (pipeline.py)
 
@@ -45,7 +48,7 @@ from tqdm import tqdm
 
 from broadcast import list_published, publish, retire
 from chat import Tokenizer, load_tokenizer
-from config import VLLM_RANKS, Config, check_config, parse_config
+from config import VLLM_RANKS, Config, check_config, eval_draws, parse_config
 from distributed import (
     Ranks,
     check_ranks,
@@ -65,6 +68,8 @@ from run import (
     Run,
     append_row,
     finish,
+    finish_evaluation,
+    interval,
     run_name,
     sample_row,
     save_checkpoint,
@@ -93,7 +98,7 @@ def outcome_of(environment, episode: Trajectory) -> str:
     """What became of an episode, in words."""
     if episode.finish_reason != "answered":
         return f"no answer: {episode.finish_reason}"
-    return environment.outcome(episode.task, episode.messages)
+    return environment.outcome(episode.task, episode.messages, episode.reward)
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -228,15 +233,20 @@ class Trainer:
         return self.play(*what, label, step=batch, adapter=self.adapter, version=run.step)
 
     async def evaluate(self) -> tuple[dict, list[Trajectory]]:
-        """Greedy mean reward of the newest version on the held-out questions, and what became of
-        the episodes. Batches under way go on meanwhile."""
-        what = (self.held_out, self.held_out.eval[: self.config.eval_size], 1, 0.0, "evaluating")
+        """Mean reward of the newest version on the held-out questions with its interval, and what
+        became of the episodes. Batches under way go on meanwhile."""
+        tasks = self.held_out.eval[: self.config.eval_size]
+        what = (self.held_out, tasks, *eval_draws(self.config), "evaluating")
         version = {"adapter": self.adapter, "version": self.run.step}
         groups = await self.pipeline.run(self.play(*what, step=self.run.step, **version))
-        episodes = [group[0] for group in groups]
+        episodes = [episode for group in groups for episode in group]
         outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
-        reward = sum(episode.reward for episode in episodes) / len(episodes)
-        return {"reward": reward, "outcomes": dict(outcomes.most_common())}, episodes
+        result = {
+            "reward": sum(episode.reward for episode in episodes) / len(episodes),
+            "interval": interval([[episode.reward for episode in group] for group in groups]),
+            "outcomes": dict(outcomes.most_common()),
+        }
+        return result, episodes
 
 
 def set_up(config: Config) -> Trainer:
@@ -246,6 +256,8 @@ def set_up(config: Config) -> Trainer:
     if config.threads:
         torch.set_num_threads(config.threads)
     environment, held_out = load_environments(config)
+    if config.judge_url:
+        environment.judge.check()
     tokenizer = load_tokenizer(config.model)
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
@@ -293,9 +305,41 @@ async def start_server(trainer: Trainer, stack: AsyncExitStack) -> None:
 
 
 async def train(config: Config) -> None:
-    """One run, from its first check to the last line that it prints."""
+    """One run, from its first check to the last line that it prints; or its plan, or a rehearsal
+    of it, or what it would only evaluate."""
     async with AsyncExitStack() as stack:
-        await train_within(config, stack)
+        if config.plan:
+            from tools.plan import plan  # beside the core, as the launcher is
+
+            check_config(config)
+            print(plan(config))
+            return
+        if config.rehearse:
+            from tools.rehearse import rehearsal
+
+            config = stack.enter_context(rehearsal(config))
+        await (evaluate_within if config.eval_only else train_within)(config, stack)
+
+
+async def evaluate_within(config: Config, stack: AsyncExitStack) -> None:
+    """--eval-only: the held-out reward of the base or of --init-adapter, and nothing trained."""
+    started = time.monotonic()
+    trainer = set_up(config)
+    run = trainer.run
+    stack.callback(run.release)
+    try:
+        if not isinstance(trainer.engine, TorchEngine):
+            await start_server(trainer, stack)
+        trainer.publish()
+        await trainer.probe()
+        result, episodes = await trainer.evaluate()
+        print(self_check(trainer.model, episodes[:16], config, trainer.frozen))
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise RuntimeError(f"{run.directory}: {error}") from error
+    for episode in episodes:
+        sample = sample_row(run, episode, 0.0, outcome_of(trainer.held_out, episode))
+        append_row(run.directory / "samples.jsonl", sample)
+    finish_evaluation(run, result, config, len(episodes), time.monotonic() - started)
 
 
 async def train_within(config: Config, stack: AsyncExitStack) -> None:

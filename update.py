@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from config import Config
+from config import Config, eval_draws
 from distributed import Ranks
 from full import trainable
 from grpo import kl_estimates, kl_loss, mismatch_metrics, policy_loss
@@ -201,11 +201,12 @@ def self_check(
 ) -> str:
     """Before the first step: the policy is its reference, and trainer and sampler agree."""
     batch = micro_batches([(t, 0.0) for t in trajectories], sys.maxsize, config.device)[0]
+    scored = (batch.ids, batch.mask, eval_draws(config)[1] or 1.0)
     model.eval()  # no dropout, as in the reference and in the sampler
     with torch.no_grad():
-        logprobs, _ = model.token_logprobs(batch.ids, batch.mask)
+        logprobs, _ = model.token_logprobs(*scored)
         with reference_policy(model, frozen) as policy:
-            reference, _ = policy.token_logprobs(batch.ids, batch.mask)
+            reference, _ = policy.token_logprobs(*scored)
     model.train()
     start = "new adapter changes no bit"
     if config.full or config.init_adapter:

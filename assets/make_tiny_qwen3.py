@@ -355,7 +355,7 @@ def report(model: Qwen3) -> None:
     for temperature in (0.0, 1.0):
         episodes = play_held_out(model, tokenizer, environment, temperature)
         accuracy = sum(e.reward for e in episodes) / len(episodes)
-        outcomes = Counter(environment.outcome(e.task, e.messages) for e in episodes)
+        outcomes = Counter(environment.outcome(e.task, e.messages, e.reward) for e in episodes)
         lengths = sum(len(e.token_ids) for e in episodes) / len(episodes)
         print(f"temperature {temperature}: accuracy {accuracy:.3f}, {dict(outcomes.most_common())}")
         turns = sum(e.turns for e in episodes) / len(episodes)

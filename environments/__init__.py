@@ -2,7 +2,7 @@
 
     prompt(task)             the messages that an episode starts with
     tools                    plain Python functions that the model may call
-    reward(task, messages)   what the whole conversation was worth
+    reward(task, messages)   what the whole conversation was worth; awaited if it has to wait
     train, eval              its tasks; those of eval are held out
 
 No tokens, no tensors: rollout.py renders, samples and parses. Here is what environments share:
@@ -135,8 +135,11 @@ def read_rows(source: Source, columns: tuple, default_id: Callable | None = None
 
 
 def text_row(raw: Any, columns: tuple) -> dict[str, str]:
+    """The row's columns as text; a "problem", as mathematics' datasets say, is a question."""
     if not isinstance(raw, dict):
         raise ValueError(f"expected an object, not {type(raw).__name__}")
+    if "question" in columns and raw.get("question") is None and "problem" in raw:
+        raw = raw | {"question": raw["problem"]}
     row = {name: raw[name] for name in (*columns, "id") if raw.get(name) is not None}
     if missing := [name for name in columns if name not in row]:
         raise ValueError(f"no {', '.join(missing)}; it has {', '.join(raw)}")

@@ -41,9 +41,9 @@ class MathQA:
         found = final_answer(final_reply(messages))
         return float(bool(found) and same(found, task.answer.rpartition("####")[2]))
 
-    def outcome(self, task: Task, messages: list[dict]) -> str:
+    def outcome(self, task: Task, messages: list[dict], reward: float) -> str:
         """What became of an episode, in words: to count kinds of failure, never to reward."""
-        if self.reward(task, messages):
+        if reward == 1:
             return "solved"
         return "wrong answer" if final_answer(final_reply(messages)) else "no answer"
 

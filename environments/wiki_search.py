@@ -7,21 +7,30 @@
 Tools, ids and sections are those of the environment that prime-rl trains on (verifiers,
 environments/wiki_search). Three things differ: search matches words of the titles (SQLite's FTS5)
 instead of embeddings, so it needs no model and ranks the same everywhere; a heading that occurs
-twice on a page gets two ids; and the reward is exact match instead of a judge, so a reply that
-rambles until it has named the answer earns nothing.
+twice on a page gets two ids; and the reward is a rule by default, a judge (judge.py) on demand:
+
+    exact      1 for the answer and nothing else, so a reply that rambles until it has named it
+               earns nothing
+    overlap    the share of the answer's words that the reply has, 0 for more than REPLY_WORDS words
+    judge      what a language model says of it
 """
 
 import re
 import sqlite3
 import unicodedata
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from itertools import count, pairwise
 
 from environments import Source, Task, final_reply, load_tasks, read_rows
+from environments.judge import Judge
 
 SYSTEM_PROMPT = (
     "Use the provided Wikipedia search tools to help answer questions. "
     "When confident, reply with the short final answer and nothing else."
+)
+REPLY_WORDS = (
+    32  # a word and its neighbours explain an answer; more would pay for naming everything
 )
 MAX_TERMS = 64  # of a query: more than a title has, and any query takes milliseconds
 
@@ -29,6 +38,18 @@ MAX_TERMS = 64  # of a query: more than a title has, and any query takes millise
 def exact_match(reply: str, answer: str) -> float:
     reply = normalise(reply)
     return float(reply != "" and reply == normalise(answer))
+
+
+def overlap(reply: str, answer: str) -> float:
+    """Recall of the answer's words, as a multiset; order and other words count for nothing, up to a
+    length at which naming many candidates would pay."""
+    said, wanted = normalise(reply).split(), normalise(answer).split()
+    if not wanted or len(said) > REPLY_WORDS:
+        return 0.0
+    return (Counter(said) & Counter(wanted)).total() / len(wanted)
+
+
+SCORES = {"exact": exact_match, "overlap": overlap}
 
 
 def normalise(text: str) -> str:
@@ -50,9 +71,11 @@ class WikiSearch:
         results: int = 10,
         system_prompt: str = SYSTEM_PROMPT,
         score: Callable[[str, str], float] = exact_match,
+        judge: Judge | None = None,
     ):
         self.train, self.eval = load_tasks(questions, eval_questions)
         self.results, self.system_prompt, self.score = results, system_prompt, score
+        self.judge = judge  # if there is one, in the place of score
         self.tools = [self.search_pages, self.view_sections, self.read_section]  # see tool_schema
 
         pages = read_rows(corpus, ("title", "content"), lambda row: as_id(row["title"]))
@@ -77,17 +100,22 @@ class WikiSearch:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": task.question}]
 
-    def reward(self, task: Task, messages: list[dict]) -> float:
-        """The score of the last reply; 0 for an empty one and for one that still calls a tool."""
+    def reward(self, task: Task, messages: list[dict]) -> float | Awaitable[float]:
+        """The score of the last reply, or what a judge will say of it; 0 for an empty one and for
+        one that still calls a tool."""
         reply = final_reply(messages)
-        return self.score(reply, task.answer) if reply.strip() else 0.0
+        if not reply.strip():
+            return 0.0
+        if self.judge:
+            return self.judge.grade(task.question, task.answer, reply)
+        return self.score(reply, task.answer)
 
-    def outcome(self, task: Task, messages: list[dict]) -> str:
+    def outcome(self, task: Task, messages: list[dict], reward: float) -> str:
         """What became of an episode, in words: to count kinds of failure, never to reward."""
         said = [m["content"] for m in messages if m["role"] == "assistant"]
         heard = [m["content"] for m in messages if m["role"] == "tool"]
-        if self.reward(task, messages):
-            return "solved"
+        if reward > 0:
+            return "solved" if reward == 1 else "partly right"
         if not heard:
             return "guessed"
         if any(text.startswith("error: malformed") for text in heard):

@@ -307,6 +307,31 @@ MUTATIONS = (
         "if False:",
         "test_sft.py::test_of_a_prompt_nothing_carries_loss_and_texts_are_messages",
     ),
+    Mutation(
+        "a judge's failure is a reward of 0",
+        "environments/judge.py",
+        """                await asyncio.sleep(pause)
+        return await self.ask_once(body)
+""",
+        """                await asyncio.sleep(pause)
+        return 0.0
+""",
+        "test_scale.py::test_a_judge_that_fails_ends_the_run_and_is_no_reward",
+    ),
+    Mutation(
+        "samples of one question count as independent draws",
+        "run.py",
+        "            n = max(questions, p * (1 - p) / variance)\n",
+        "            pass\n",
+        "test_scale.py::test_samples_of_one_question_are_no_independent_draws",
+    ),
+    Mutation(
+        "the plan gives frozen matrices a gradient",
+        "tools/plan.py",
+        "costs.backward += product * arrives + product * full",
+        "costs.backward += product * arrives + product",
+        "test_scale.py::test_planned_flops_are_those_that_torch_counts",
+    ),
 )
 
 

@@ -110,7 +110,7 @@ def test_the_base_is_poor_able_and_has_no_dominant_flaw(environment, tokenizer):
     episodes = make_tiny_qwen3.play_held_out(model, tokenizer, environment, 0.0)
     assert len(episodes) >= 256
     assert 0.25 <= sum(episode.reward for episode in episodes) / len(episodes) <= 0.45
-    outcomes = Counter(environment.outcome(e.task, e.messages) for e in episodes)
+    outcomes = Counter(environment.outcome(e.task, e.messages, e.reward) for e in episodes)
     failures = sum(outcomes.values()) - outcomes["solved"]
     for outcome, count in outcomes.items():
         assert outcome == "solved" or count <= failures / 2, outcome

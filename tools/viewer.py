@@ -338,7 +338,7 @@ class Chat:
         self.config, self.source = settings_above(adapter)
         self.config = dataclasses.replace(self.config, model=model or self.config.model)
         self.temperature, self.asked = temperature, 0
-        _, self.environment = load_environments(self.config)
+        _, self.environment = load_environments(dataclasses.replace(self.config, judge_url=""))
         self.tokenizer = tokenizer_of(self.config.model)
         dtype = getattr(torch, self.config.dtype)
         base = Qwen3.from_pretrained(self.config.model, dtype, self.config.device)
