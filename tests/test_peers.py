@@ -147,8 +147,7 @@ def test_a_model_that_full_fine_tuning_saved_loads_in_transformers(
     ids = tiny_tokens(config, 2, 9, seed)
     close(ours(ids), logits_of(theirs, ids), 1e-4)
     tokenizers = [
-        transformers.AutoTokenizer.from_pretrained(d)
-        for d in (root / "model", ASSETS / "tiny-qwen3")
+        transformers.AutoTokenizer.from_pretrained(d) for d in (root / "model", root / "source")
     ]
     messages = [{"role": "user", "content": "Who founded Norda?"}]
     rendered = [t.apply_chat_template(messages, add_generation_prompt=True) for t in tokenizers]
