@@ -77,7 +77,14 @@ from run import (
     step_line,
 )
 from start import check_prompts, load_environments, load_replica, start_run
-from update import MISMATCH_BOUND, loss_and_backward, micro_batches, self_check, step_together
+from update import (
+    MISMATCH_ALARM,
+    MISMATCH_BOUND,
+    loss_and_backward,
+    micro_batches,
+    self_check,
+    step_together,
+)
 
 # Not 1, to find out a server that ignores it; high, since the logprob of a token that is nearly
 # certain does not move: at 0.7 a step of the default job moves the probe by 3e-6, at 2 by 4e-3.
@@ -421,10 +428,11 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 append_row(run.directory / "samples.jsonl", sample)
             whole = True
             print(step_line(row, run, config), flush=True)
-            if not staleness and row["mismatch_max"] > MISMATCH_BOUND[config.dtype]:
+            metric, bound = MISMATCH_ALARM[config.dtype]
+            if not staleness and row[metric] > bound:
                 print(
-                    f"trainer and sampler differ by {row['mismatch_max']:.2g} a logprob, more than "
-                    f"{MISMATCH_BOUND[config.dtype]} from rounding: see experiments/mismatch.md",
+                    f"trainer and sampler differ: {metric} is {row[metric]:.2g}, and rounding "
+                    f"stays below {bound}; see experiments/mismatch.md",
                     file=sys.stderr,
                 )
             await trainer.probe()

@@ -49,8 +49,9 @@ from grpo import mismatch_metrics  # noqa: E402
 from lora import adapter_disabled, inject_lora, lora_layers, merge_lora, unmerge_lora  # noqa: E402
 from model import KVCache, Qwen3  # noqa: E402
 from rollout import Request, TorchEngine, Trajectory, VLLMEngine, run_groups  # noqa: E402
+from start import load_environments  # noqa: E402
 from tools.vllm_server import VLLMServer  # noqa: E402
-from train import MISMATCH_BOUND, Batch, load_environments, micro_batches  # noqa: E402
+from update import MISMATCH_BOUND, Batch, micro_batches  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MODEL = ROOT / "assets" / "tiny-qwen3"

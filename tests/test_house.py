@@ -150,6 +150,32 @@ def test_every_package_that_is_imported_is_required():
             assert re.search(rf"^{name}\b", required, re.MULTILINE), f"{path.name}: {name}"
 
 
+def test_what_is_imported_from_ours_exists():
+    """Also by scripts that no test runs."""
+    folders = ("", "environments", "assets", "tools", "experiments", "benchmarks", "tests")
+    missing = []
+    for path in (path for folder in folders for path in (ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module not in OURS - {"environments"}:
+                continue
+            tree = parsed(f"{node.module}.py")
+            offered = names_of(ROOT / f"{node.module}.py")
+            offered |= {
+                a.asname or a.name for n in tree.body if hasattr(n, "names") for a in n.names
+            }
+            offered |= {n.target.id for n in tree.body if isinstance(n, ast.AnnAssign)}
+            offered |= {
+                e.id
+                for n in tree.body
+                if isinstance(n, ast.Assign)
+                for t in n.targets
+                if isinstance(t, ast.Tuple)
+                for e in t.elts
+            }
+            missing += [f"{path.name}: {a.name}" for a in node.names if a.name not in offered]
+    assert missing == []
+
+
 # --- the README -----------------------------------------------------------------------------------
 
 
