@@ -22,7 +22,7 @@ stacked in memory and have one tensor each in the file, the form that both vLLM 
 "model.layers.0.mlp.experts.7.up_proj.lora_A.weight".
 
 Left out on purpose: PEFT's variants (DoRA, rsLoRA, a rank per layer, biases), which are refused by
-name, and the loading into an engine, which rollout.py does.
+name, and the loading into an engine, which engine.py and client.py do.
 """
 
 import dataclasses

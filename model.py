@@ -147,7 +147,7 @@ class KVCache:
     """Keys and values of `slots` token streams, `capacity` tokens each, allocated once.
 
     keys, values: (L, slots, K, capacity, C). A slot belongs to one stream; which tokens it holds is
-    the caller's knowledge (rollout.py), since only the caller knows which adapter computed them.
+    the caller's knowledge (engine.py), since only the caller knows which adapter computed them.
     """
 
     def __init__(self, config: Qwen3Config, slots: int, capacity: int, dtype, device="cpu"):
