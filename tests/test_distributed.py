@@ -317,12 +317,14 @@ def test_what_only_several_ranks_can_do_is_refused_and_the_other_way_round(monke
 SHORT = ["--groups", "3", "--group-size", "4", "--eval-size", "4", "--micro-tokens", "900"]
 
 
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # another number of threads rounds otherwise
+
+
 def torchrun(size: int, *arguments, program: str = "train.py", **options) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(size), str(ROOT / program), *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, **options)
+    return subprocess.Popen(command, env=ONE_THREAD, cwd=ROOT, **options)
 
 
 def done(process: subprocess.Popen, code: int = 0) -> str:
@@ -332,13 +334,17 @@ def done(process: subprocess.Popen, code: int = 0) -> str:
 
 
 def assert_runs_agree(one: Path, other: Path) -> None:
+    """Whole runs of three steps agree within 1e-4. Of one step losses, gradients and adapter agree
+    within 1e-5 (above); after it Adam's division by sqrt(v) moves an entry whose gradient is all
+    but zero by a share of the learning rate, 1.5e-3, that is as large as the rounding is by chance
+    (seen: 3e-5). Optimizer state that got lost would differ by 1e-3."""
     for a, b in zip(rows_of(one), rows_of(other), strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], abs=1e-5), name
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
     adapters = [broadcast.read_adapter(output / "adapter")[1] for output in (one, other)]
     for name, tensor in adapters[0].items():
-        close(adapters[1][name], tensor)
+        close(adapters[1][name], tensor, tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -351,14 +357,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, program, more):
         more += ["--eval-every", "2"]
     one, other = tmp_path / "one", tmp_path / "other"
     straight = [sys.executable, ROOT / program, *more, "--steps", "3", "--output", one]
-    subprocess.run([*map(str, straight)], check=True, capture_output=True)
+    subprocess.run([*map(str, straight)], check=True, capture_output=True, env=ONE_THREAD)
     for size, steps in ((2, 1), (3, 2)):
         again = ["--resume"] if size == 3 else more
         printed = done(torchrun(size, *again, "--steps", steps, "--output", other, program=program))
         assert printed.count("parameters, frozen") == 1  # rank 0 alone prints
         assert f"{size} ranks; a step all-reduces 0.31 MB" in printed and "1/12)" in printed
     last = [ROOT / program, "--resume", "--steps", "3", "--output", other]
-    subprocess.run([sys.executable, *map(str, last)], check=True, capture_output=True)
+    command = [sys.executable, *map(str, last)]
+    subprocess.run(command, check=True, capture_output=True, env=ONE_THREAD)
     assert_runs_agree(one, other)
 
 
