@@ -218,8 +218,9 @@ class CacheWrite:
 
     rows: the slots, as a slice (a view: the decode path copies nothing) or an index tensor (S,);
     row_numbers: the same as a tensor. positions: (S, T) place of each new token in its stream.
-    valid: (S, T), or None when every token is real. visible: (S, 1, T, cached tokens) which keys
-    each new token sees.
+    valid: (S, T), or None when every token is real. mask: (S, 1, H/K T, cached tokens), added to
+    the scores: 0 for the keys that each new token sees, -inf for the others; made once for all
+    layers. None where the streams begin here, so that the new tokens see each other alone.
     """
 
     cache: KVCache
@@ -227,7 +228,7 @@ class CacheWrite:
     row_numbers: Tensor
     positions: Tensor
     valid: Tensor | None
-    visible: Tensor
+    mask: Tensor | None
 
 
 class Attention(nn.Module):
@@ -254,14 +255,16 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(S, T, self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(S, T, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (S, H, T, C), (S, K, T, C)
-        if write is None:
+        if write is not None:
+            self.store(k, v, write)
+        if write is None or write.mask is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            out = self.attend_to_cache(q, k, v, write)
+            out = self.attend_to_cache(q, write)
         return self.o_proj(out.transpose(1, 2).reshape(S, T, -1))
 
-    def attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, write: CacheWrite) -> Tensor:
-        """Writes the new keys and values into the cache; (S, H, T, C) of all that is visible."""
+    def store(self, k: Tensor, v: Tensor, write: CacheWrite) -> None:
+        """Writes new keys and values (S, K, T, C) into the cache."""
         keys, values = write.cache.keys[self.layer], write.cache.values[self.layer]
         rows, positions = write.row_numbers[:, None].expand_as(write.positions), write.positions
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # (S, T, K, C), the order of indexed writes
@@ -270,15 +273,18 @@ class Attention(nn.Module):
         else:  # padding is never written: a slot has room for its own stream only
             rows, positions = rows[write.valid], positions[write.valid]
             keys[rows, :, positions], values[rows, :, positions] = k[write.valid], v[write.valid]
+
+    def attend_to_cache(self, q: Tensor, write: CacheWrite) -> Tensor:
+        """(S, H, T, C) of all cached tokens that each query sees."""
         S, _, T, C = q.shape
-        length = write.visible.shape[-1]
-        keys, values = keys[write.rows, :, :length], values[write.rows, :, :length]
+        length = write.mask.shape[-1]
+        keys = write.cache.keys[self.layer][write.rows, :, :length]
+        values = write.cache.values[self.layer][write.rows, :, :length]
         # The H/K query heads of a group stand side by side on the query axis, so that keys and
         # values are read once and never repeated.
         group = self.heads // self.kv_heads
         q = q.reshape(S, self.kv_heads, group * T, C)
-        visible = write.visible.repeat(1, 1, group, 1)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=write.mask)
         return out.reshape(S, self.heads, T, C)
 
 
@@ -415,12 +421,19 @@ class Qwen3(nn.Module):
         length = int(ends.max())
         if length > cache.capacity:
             raise ValueError(f"{length} tokens do not fit a cache of {cache.capacity} a stream")
-        visible = torch.arange(length, device=device) <= positions[..., None]
+        mask = None
+        if starts.any():
+            visible = torch.arange(length, device=device) <= positions[..., None]
+            mask = torch.zeros_like(visible, dtype=cache.keys.dtype).masked_fill_(
+                ~visible, -torch.inf
+            )
+            group = self.config.num_attention_heads // self.config.num_key_value_heads
+            mask = mask[:, None].repeat(1, 1, group, 1)
         numbers = rows
         if isinstance(rows, slice):
             numbers = torch.arange(rows.start, rows.stop, device=device)
         valid = None if lengths is None else torch.arange(T, device=device) < lengths[:, None]
-        write = CacheWrite(cache, rows, numbers, positions, valid, visible[:, None])
+        write = CacheWrite(cache, rows, numbers, positions, valid, mask)
         hidden = self.model(input_ids, positions, write)
         last = (ends - starts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         return F.linear(hidden.gather(1, last).squeeze(1), self.head_weight)

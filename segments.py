@@ -19,7 +19,11 @@ and the scaling is folded into B. As in S-LoRA (arXiv 2311.03285), adapters that
 elsewhere (engine.py: on disk) and enter a slot when a request names them.
 
 Padding must not cost more than it saves. If one segment is much longer than the others, it is
-applied alone, as lora.py does it: a long product needs no company.
+applied alone, as lora.py does it: a long product needs no company. And if all rows have one
+adapter, as in a run, nothing is brought together: its slot serves the batch as it stands, and the
+second product is added to y by the product itself (addmm), without a pass for the scaling, a tensor
+for the update, and a pass for the sum. On CPUs an update of a decode step of 32 rows, 256 x 768,
+so takes 16 microseconds instead of 40, beside a base product of 170.
 
 Why not torch.nn.functional.grouped_mm, which needs no padding: on CPUs it makes one product after
 another, and for segments of one to four rows what surrounds each product takes longer than it does
@@ -34,6 +38,7 @@ lora.py applies segment after segment.
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora import LoRAGrouped, LoRALinear, lora_layers, matrix_shape, use_adapters
@@ -111,6 +116,11 @@ class Batch:
     """
 
     def __init__(self, stack: Stack, names: Sequence[str | None]):
+        self.everywhere = None  # the slot of the one adapter that all rows have
+        if len(set(names)) == 1 and names[0] in stack.slots:
+            self.everywhere = stack.slots.index(names[0])
+            self.segments, self.alone, self.matrices = [(names[0], None)], [], stack.matrices
+            return
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(names):
             if name is not None:
@@ -150,6 +160,11 @@ class Batch:
                 y[rows] += layer.update(name, x[rows])
         if layer in self.matrices:
             A, B = self.matrices[layer]
+            if self.everywhere is not None:
+                A, B = A[self.everywhere], B[self.everywhere]  # (R, in), (R, out)
+                narrow = F.linear(x, A).view(-1, len(A))  # (S T, R)
+                y.view(-1, y.shape[-1]).addmm_(narrow, B)
+                return y
             if self.chosen is not None:
                 A, B = A[self.chosen], B[self.chosen]
             # index_select and index_add_: on CPUs twice as fast as x[rows] and y[targets] += ...
@@ -165,7 +180,7 @@ def use_rows(model: nn.Module, stack: Stack, names: Sequence[str | None]):
 
     ValueError for a name that the model does not hold. No gradient passes.
     """
-    if len(set(names)) == 1:  # all rows: nothing to bring together
+    if len(set(names)) == 1 and (names[0] is None or names[0] not in stack.slots):
         return use_adapters(model, [(names[0], None)] if names[0] is not None else [])
     batch = Batch(stack, names)
     return use_adapters(model, batch.segments, batch)

@@ -169,9 +169,23 @@ MUTATIONS = (
     Mutation(
         "the stop token is dropped",
         "engine.py",
-        "Completion(stream.token_ids, stream.logprobs, reason)",
-        "Completion(stream.token_ids[: -1 if stopped else None], stream.logprobs, reason)",
+        "self.tokens[slot, sampled].tolist(),",
+        "self.tokens[slot, sampled].tolist()[: -1 if stopped[row] else None],",
         "test_rollout.py::test_stop_tokens_are_sampled_tokens_with_logprobs",
+    ),
+    Mutation(
+        "a token is drawn within its block by the uniform that chose the block",
+        "engine.py",
+        "invert(inside.double(), rest)[0]",
+        "invert(inside.double(), uniform[:, None].double())[0]",
+        "test_rollout.py::test_a_draw_in_blocks_is_the_draw_from_the_whole_distribution",
+    ),
+    Mutation(
+        "a slot keeps the stop tokens of the stream before",
+        "engine.py",
+        "        self.stops[slot] = -1\n",
+        "",
+        "test_rollout.py::test_neighbours_arrival_chunks_and_slots_change_no_sample",
     ),
     Mutation(
         "a new adapter reuses the old one's cached keys and values",

@@ -4,6 +4,7 @@ And the agent loop, with a scripted engine in the model's place."""
 import asyncio
 import json
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -248,6 +249,30 @@ def test_draws_follow_the_distribution(logits, temperature, seed):
     likely = expected.exp() * N > 5
     chi_square = (counts - expected.exp() * N)[likely].square() / (expected.exp() * N)[likely]
     assert chi_square.sum() < 45  # at most 8 degrees of freedom
+
+
+logits_or_none = st.floats(-4, 4) | st.just(float("-inf"))
+
+
+@given(
+    st.lists(logits_or_none, min_size=1, max_size=40).filter(lambda row: max(row) > -5),
+    st.sampled_from([1, 2, 8, 512]),
+    st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8),
+)
+def test_a_draw_in_blocks_is_the_draw_from_the_whole_distribution(logits, block, uniform):
+    """Every uniform, 0 and 1 included, draws a token that has probability and whose part of the
+    cumulative distribution it lies in."""
+    N = len(uniform)
+    with patch("engine.BLOCK", block):
+        tokens, logprobs = draw(
+            torch.tensor(logits).expand(N, -1), torch.ones(N), torch.tensor(uniform)
+        )
+    probabilities = torch.tensor(logits, dtype=torch.float64).softmax(-1)
+    drawn, above = probabilities[tokens], probabilities.cumsum(-1)[tokens]
+    assert (drawn > 0).all()
+    close(logprobs.double(), drawn.log())
+    u = torch.tensor(uniform, dtype=torch.float64)
+    assert (u < above + 1e-6).all() and (u > above - drawn - 1e-6).all()
 
 
 def test_draw_never_leaves_the_vocabulary():
