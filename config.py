@@ -35,7 +35,8 @@ RESUMABLE = (
     "shard_base",
     "gradient_checkpointing",
 )
-COMMANDS = ("eval_only", "plan", "plan_device", "rehearse", "output", "resume")  # of no run's file
+# Of no run's file:
+COMMANDS = ("eval_only", "plan", "plan_device", "profile", "rehearse", "output", "resume")
 LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
 
 
@@ -161,6 +162,8 @@ class Config:
     """Only print what the run will need, from the shapes alone: memory, FLOPs, bytes, hours."""
     plan_device: Literal["h200", "a100", "4090", "cpu2"] = "h200"
     """Device that --plan estimates for."""
+    profile: int = 0
+    """Time the first so many steps; where it went is printed and kept as profile.md (timing.py)."""
     rehearse: bool = False
     """Only try the run out: the same code for two steps on the tiny checkpoint and its data."""
 
@@ -192,7 +195,7 @@ def check_config(config) -> None:
         eval_size eval_samples save_every micro_tokens lr temperature max_grad_norm
         vllm_timeout""".split()
     fields = vars(config).keys() & {
-        *(*positive, "kl", "warmup", "eval_every", "seed"),
+        *(*positive, "kl", "warmup", "eval_every", "seed", "profile"),
         *("max_staleness", "threads", "sampler_threads"),
     }
     for name in sorted(fields):

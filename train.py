@@ -77,6 +77,7 @@ from run import (
     step_line,
 )
 from start import check_prompts, load_environments, load_replica, start_run
+from timing import profiling
 from update import (
     MISMATCH_ALARM,
     MISMATCH_BOUND,
@@ -365,6 +366,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             run.eval_before, episodes = await trainer.evaluate()
             print(self_check(model, episodes[:16], config, trainer.frozen))
             print(f"held out before training: {run.eval_before['reward']:.3f}", flush=True)
+        step_done = stack.enter_context(profiling(trainer, config.profile))
         while run.step < config.steps:
             step, eval_reward = run.step + 1, None
             if config.eval_every and run.step and run.step % config.eval_every == 0:
@@ -438,6 +440,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             await trainer.probe()
             if run.step % config.save_every == 0:
                 save_checkpoint(run, model, trainer.lora, trainer.optimizer)
+            step_done()
         run.eval_after, _ = await trainer.evaluate()
     except (ValueError, RuntimeError, ArithmeticError) as error:
         raise RuntimeError(f"{run.directory}, step {step}: {error}") from error

@@ -1,0 +1,144 @@
+"""timing.py: every second is booked once, under what ran last, and no run is changed by it."""
+
+import asyncio
+import re
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import test_train
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train import contents, go, refusal, rows_of
+
+import rollout
+import timing
+import update
+from engine import TorchEngine
+from timing import ROWS, Stopwatch
+
+small, quick = test_train.small, test_train.quick
+names = st.sampled_from(list(ROWS))
+calls = st.recursive(  # (name, seconds before what is called inside, the calls inside)
+    st.tuples(names, st.integers(0, 5), st.just([])),
+    lambda inside: st.tuples(names, st.integers(0, 5), st.lists(inside, max_size=3)),
+)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where a test says so, for each thread alike."""
+    now = SimpleNamespace(seconds=0)
+    monkeypatch.setattr(timing, "perf_counter", lambda: now.seconds)
+    yield now
+    now.seconds = 0
+
+
+def playing(watch: Stopwatch, now, expected: Counter):
+    def play(call) -> None:
+        name, seconds, inside = call
+
+        def work() -> None:
+            now.seconds += seconds
+            expected[name] += seconds
+            for other in inside:
+                play(other)
+
+        watch.wrapped(name, work)()
+
+    return play
+
+
+def test_every_second_is_booked_once_and_under_what_ran_last(clock):
+    @given(st.lists(st.tuples(st.integers(0, 3), calls), max_size=4))
+    def check(sequence):
+        watch, expected = Stopwatch(), Counter()
+        play, start = playing(watch, clock, expected), clock.seconds
+        for pause, call in sequence:
+            clock.seconds += pause
+            expected["the rest"] += pause
+            play(call)
+        watch.trainer.stop()
+        assert +watch.trainer.seconds == +expected and watch.beside is None
+        assert sum(expected.values()) == clock.seconds - start
+
+    check()
+
+
+def test_what_runs_while_something_is_awaited_is_not_waiting(clock):
+    watch = Stopwatch()
+    gate = asyncio.Event()
+
+    async def take() -> str:
+        clock.seconds += 1
+        await gate.wait()
+        clock.seconds += 2
+        return "episodes"
+
+    def step() -> None:
+        clock.seconds += 10
+
+    async def everyone() -> str:
+        taken = asyncio.create_task(watch.wrapped("waiting", take)())
+        await asyncio.sleep(0)
+        watch.wrapped("sampling", step)()
+        clock.seconds += 4
+        gate.set()
+        return await taken
+
+    assert asyncio.run(everyone()) == "episodes"
+    assert watch.trainer.seconds == {"the rest": 0, "waiting": 7, "sampling": 10}
+
+
+def test_another_thread_has_a_stopwatch_of_its_own(clock):
+    watch = Stopwatch()
+
+    def tool() -> None:
+        clock.seconds += 5
+
+    thread = threading.Thread(target=watch.wrapped("tool calls", tool))
+    thread.start()
+    thread.join()
+    watch.trainer.stop()
+    assert watch.trainer.seconds == {"the rest": 5}  # it did not stop meanwhile
+    assert watch.beside.seconds["tool calls"] == 5
+    assert "| tool calls | 0.000 | 0.0% | 2.500 |" in watch.table(2)
+
+
+def test_a_profiled_run_is_the_same_run(tmp_path, small, capsys):
+    before = (rollout.answer_call, torch.autograd.backward, update.optimizer_step)
+    fields = small | {"steps": 2, "save_every": 9}
+    profiled = go(tmp_path / "profiled", fields, profile=1)
+    printed = capsys.readouterr().out
+    assert (rollout.answer_call, torch.autograd.backward, update.optimizer_step) == before
+    plain = go(tmp_path / "plain", fields)
+    assert rows_of(profiled) == rows_of(plain)
+    assert contents(profiled / "adapter") == contents(plain / "adapter")
+    assert not (plain / "profile.md").exists()
+    assert (profiled / "config.toml").read_text() == (plain / "config.toml").read_text()
+
+    table = (profiled / "profile.md").read_text()
+    assert table in printed and printed.index(table) < printed.index("the adapter is a PEFT")
+    assert table.startswith("Where the time went: 1 steps, ")
+    rows = re.findall(r"^\| ([\w ]+) \| ([\d.]+) \| ([\d.]+)% \|  \|", table, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(ROWS)
+    assert sum(float(share) for _, _, share in rows) == pytest.approx(100, abs=0.5)
+    seconds = {name: float(value) for name, value, _ in rows}
+    for name in ("sampling", "forward", "backward", "optimizer", "publishing", "waiting"):
+        assert seconds[name] > 0, name
+
+
+def test_what_is_wrapped_is_put_back_when_a_run_fails(tmp_path, small, monkeypatch):
+    before = (rollout.answer_call, torch.autograd.backward, update.optimizer_step, TorchEngine.step)
+
+    def fail(*_):
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr("train.append_row", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        go(tmp_path / "fails", small, profile=2)
+    after = (rollout.answer_call, torch.autograd.backward, update.optimizer_step, TorchEngine.step)
+    assert after == before
+    assert "--profile must be 0 or more" in refusal(["--profile", "-1"])
