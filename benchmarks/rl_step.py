@@ -1,0 +1,358 @@
+"""The whole RL step against TRL's GRPOTrainer with a peft_config: same model, prompts and lengths.
+
+    python -m venv .venv-trl
+    .venv-trl/bin/pip install -r requirements.txt transformers==5.24.0 peft==0.21.2 trl==1.16.0
+    python benchmarks/rl_step.py --trl .venv-trl/bin/python        about five minutes
+    ... --quick            one round of two steps, to see it work
+    ... --table            no run: what benchmarks/rl_step.json holds, as the README's table
+
+A step: 8 prompts of 64 random tokens, 8 completions of exactly 64 tokens each, a reward that costs
+nothing (is the first sampled token odd), advantages, loss, backward, Adam. Both train rank 8 on all
+seven projections of the same checkpoint ("tiny" of benchmarks/sampling.py, random weights) in fp32,
+temperature 1, no KL. Ours is the loop of train.py itself, with publishing, probe and the files that
+it writes; only task, tokenizer and reward are stand-ins. TRL's is GRPOTrainer.train() as it comes,
+without gradient checkpointing (its default, which would take longer) and with all 64 completions in
+one pass.
+
+Each run is a process of its own, and the two alternate. Seconds of a step are medians over the
+steps of a process after the first, CPU seconds with one thread, wall with more; the ratio is the
+median over the rounds. Memory is the process's peak (resident), its interpreter and imports
+included; that of a process just before its first step is printed beside.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+RESULTS = Path(__file__).with_suffix(".json")
+GROUPS, GROUP_SIZE, PROMPT, NEW = 8, 8, 64, 64
+LR, RANK, ALPHA = 1e-4, 8, 32
+AIMS = {"time": (2.0, 4.0), "memory": 2.0}
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def peak_memory() -> int:
+    """Bytes of this process's largest resident set; a child's getrusage starts at its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def reward_of(token_ids: list[int]) -> float:
+    return float(token_ids[0] % 2)
+
+
+def make_prompts(vocabulary: int) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, vocabulary, (GROUPS, PROMPT), generator=generator).tolist()
+
+
+class Clock:
+    """Wall and CPU time at the end of each step, and of each part within it."""
+
+    def __init__(self):
+        self.ends: list[tuple[float, float]] = []
+        self.parts: dict[str, float] = {}
+        self.before = 0
+
+    def step_ended(self) -> None:
+        if not self.ends:
+            self.before = peak_memory()
+        self.ends.append((time.perf_counter(), time.process_time()))
+
+    def report(self) -> dict:
+        pairs = list(zip(self.ends, self.ends[1:], strict=False))[1:]  # the first warms up
+        return {
+            "wall": [after[0] - before[0] for before, after in pairs],
+            "cpu": [after[1] - before[1] for before, after in pairs],
+            "peak_memory": peak_memory(),
+            "memory_before": self.before,
+            "parts": self.parts,
+        }
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def play_ours(checkpoint: str, steps: int) -> dict:
+    """train.py's loop on stand-ins for task, tokenizer and reward."""
+    import asyncio
+    from types import SimpleNamespace
+
+    import train
+    from config import Config
+    from environments import Task
+    from pipeline import Pipeline
+    from rollout import TorchEngine
+    from start import load_policy, start_run
+
+    prompts = make_prompts(2048)
+    tasks = [Task(str(i), f"prompt {i}", "") for i in range(GROUPS)]
+    environment = SimpleNamespace(
+        train=tasks,
+        eval=tasks[:1],
+        tools=[],
+        prompt=lambda task: [],
+        reward=lambda task, messages: 0.0,
+        outcome=lambda task, messages, reward: "",
+    )
+    tokenizer = SimpleNamespace(
+        prompt_ids=lambda environment, task: list(prompts[int(task.id)]),
+        decode=lambda ids: "",
+        stop_token_ids=(),
+        end_of_turn_id=-1,
+    )
+    clock = Clock()
+
+    async def run_groups(*arguments, **options):
+        groups = await played(*arguments, **options)
+        for episode in (episode for group in groups for episode in group):
+            episode.reward = reward_of(episode.token_ids[PROMPT:])
+        return groups
+
+    def set_up(config: Config) -> train.Trainer:
+        model, lora, optimizer, size = load_policy(config)
+        engine = TorchEngine(model, config.slots, config.max_length)
+        run = start_run(config, "rl_step", model, lora, optimizer, size, "rl_step")
+        parts = (config, environment, environment, tokenizer, model, lora, optimizer, engine, run)
+        trainer = train.Trainer(*parts, None, Pipeline(0))
+        probe = trainer.probe
+
+        async def probe_and_look() -> None:
+            await probe()  # the last thing that a step does
+            clock.step_ended()
+
+        trainer.probe = probe_and_look
+        return trainer
+
+    played, train.run_groups, train.set_up = train.run_groups, run_groups, set_up
+    with tempfile.TemporaryDirectory() as directory:
+        config = Config(
+            model=checkpoint,
+            rank=RANK,
+            alpha=ALPHA,
+            lr=LR,
+            groups=GROUPS,
+            group_size=GROUP_SIZE,
+            max_new_tokens=NEW,
+            max_turns=1,
+            max_length=PROMPT + NEW + 1,
+            slots=GROUPS * GROUP_SIZE,
+            steps=steps,
+            profile=steps,
+            save_every=steps + 1,
+            eval_size=1,
+            output=f"{directory}/run",
+        )
+        asyncio.run(train.train(config))
+        for line in Path(f"{directory}/run/profile.md").read_text().splitlines()[5:]:
+            name, seconds = line.split("|")[1:3]
+            clock.parts[name.strip()] = float(seconds)
+    return clock.report()
+
+
+# --- TRL ------------------------------------------------------------------------------------------
+
+
+def play_trl(checkpoint: str, steps: int) -> dict:
+    """GRPOTrainer.train(), with stopwatches around what takes its time."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    words = {f"t{i}": i for i in range(2048)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="t0", eos_token="t0", unk_token="t0"
+    )
+    prompts = make_prompts(2048)
+    clock = Clock()
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            clock.step_ended()
+
+        def on_train_end(self, *_, **__):
+            clock.step_ended()
+
+    def reward(completion_ids, **_) -> list[float]:
+        assert all(len(ids) == NEW for ids in completion_ids), "a completion of another length"
+        return [reward_of(ids) for ids in completion_ids]
+
+    with tempfile.TemporaryDirectory() as directory:
+        config = GRPOConfig(
+            output_dir=directory,
+            per_device_train_batch_size=GROUPS * GROUP_SIZE,
+            num_generations=GROUP_SIZE,
+            max_completion_length=NEW,
+            generation_kwargs={"min_new_tokens": NEW},
+            max_steps=steps,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32"),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(
+                [{"prompt": " ".join(f"t{i}" for i in prompt)} for prompt in prompts]
+            ),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS),
+            callbacks=[Look()],
+        )
+
+        def watch(name: str, owner, attribute: str) -> None:
+            function = getattr(owner, attribute)
+
+            def wrapper(*arguments, **options):
+                start = time.perf_counter()
+                try:
+                    return function(*arguments, **options)
+                finally:
+                    spent = time.perf_counter() - start
+                    clock.parts[name] = clock.parts.get(name, 0.0) + spent / steps
+
+            setattr(owner, attribute, wrapper)
+
+        watch("sampling", trainer, "_generate")
+        watch("sampling, scoring, advantages", trainer, "_generate_and_score_completions")
+        watch("loss forward", trainer, "compute_loss")
+        watch("backward", trainer.accelerator, "backward")
+        trainer.train()
+    return clock.report()
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl", metavar="PYTHON", help="interpreter that can import trl")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a process; the first warms up")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--play", choices=("ours", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.play:
+        return play(options)
+    if options.table:
+        return print(*map(table, json.loads(RESULTS.read_text())), sep="\n\n")
+    if not options.trl:
+        raise SystemExit("rl_step.py: --trl PYTHON, an environment as the docstring makes it")
+    if options.quick:
+        options.rounds, options.steps = 1, 2
+    from benchmarks.sampling import TINY, make_checkpoint, package_versions
+
+    pythons = {"ours": sys.executable, "trl": options.trl}
+    reports = {"ours": [], "trl": []}
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint, _ = make_checkpoint(TINY, Path(directory))
+        for number in range(options.rounds):
+            for who in list(reports)[:: 1 if number % 2 else -1]:
+                command = [pythons[who], __file__, "--play", who, "--checkpoint", str(checkpoint)]
+                command += ["--steps", str(options.steps), "--threads", str(options.threads)]
+                environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+                done = subprocess.run(command, env=environment, capture_output=True, text=True)
+                if done.returncode:
+                    raise SystemExit(f"rl_step.py: {who} failed:\n{done.stderr[-3000:]}")
+                reports[who].append(json.loads(done.stdout.splitlines()[-1]))
+                print(f"round {number + 1}, {who}: {json.dumps(reports[who][-1])}", flush=True)
+    row = summary(reports, options) | {"versions": package_versions(options.trl)}
+    rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+    rows = [other for other in rows if other["threads"] != row["threads"]] + [row]
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    print(json.dumps(row))
+    print(table(row))
+
+
+def play(options: argparse.Namespace) -> None:
+    """One process of one round; its report is the last line that it prints."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    with contextlib.redirect_stdout(io.StringIO()):
+        report = {"ours": play_ours, "trl": play_trl}[options.play](
+            options.checkpoint, options.steps
+        )
+    print(json.dumps(report))
+
+
+def summary(reports: dict[str, list[dict]], options: argparse.Namespace) -> dict:
+    clock = "cpu" if options.threads == 1 else "wall"
+    row = {"threads": options.threads, "clock": clock, "rounds": options.rounds}
+    row["steps"] = options.steps
+    for who, runs in reports.items():
+        seconds = [statistics.median(run[clock]) for run in runs]
+        row[who] = {
+            "seconds_a_step": statistics.median(seconds),
+            "cpu_over_wall": sum(sum(r["cpu"]) for r in runs) / sum(sum(r["wall"]) for r in runs),
+            "peak_memory": max(run["peak_memory"] for run in runs),
+            "memory_before": max(run["memory_before"] for run in runs),
+            "parts": {
+                name: statistics.median(run["parts"].get(name, 0.0) for run in runs)
+                for name in runs[0]["parts"]
+            },
+        }
+    pairs = zip(reports["trl"], reports["ours"], strict=True)
+    row["faster"] = statistics.median(
+        statistics.median(theirs[clock]) / statistics.median(ours[clock]) for theirs, ours in pairs
+    )
+    row["less_memory"] = row["trl"]["peak_memory"] / row["ours"]["peak_memory"]
+    return row
+
+
+def table(row: dict) -> str:
+    """Markdown: both, the ratio, and where the time goes (wall seconds of all steps)."""
+    lines = [
+        f"| {row['threads']} thread{'s' * (row['threads'] > 1)} | this project | TRL | ratio | "
+        "floor / stretch |",
+        "|---|---|---|---|---|",
+    ]
+    ours, trl = row["ours"], row["trl"]
+    lines.append(
+        f"| seconds a step ({row['clock']}) | {ours['seconds_a_step']:.2f} | "
+        f"{trl['seconds_a_step']:.2f} | {row['faster']:.2f} | {AIMS['time'][0]} / "
+        f"{AIMS['time'][1]} |"
+    )
+    lines.append(
+        f"| peak memory, GB | {ours['peak_memory'] / 1e9:.2f} | {trl['peak_memory'] / 1e9:.2f} | "
+        f"{row['less_memory']:.2f} | {AIMS['memory']} |"
+    )
+    lines.append(
+        f"| of it before the first step | {ours['memory_before'] / 1e9:.2f} | "
+        f"{trl['memory_before'] / 1e9:.2f} | | |"
+    )
+    where = [", ".join(f"{n} {s:.2f}" for n, s in who["parts"].items()) for who in (ours, trl)]
+    lines.append(f"| where a step's seconds go (wall) | {where[0]} | {where[1]} | | |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
