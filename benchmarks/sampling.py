@@ -3,7 +3,7 @@
     python benchmarks/sampling.py --model tiny         against transformers' generate + PEFT
     ... --vllm PYTHON      and vLLM, in a process of that interpreter, of an environment with it
     ... --model slice --only rectangles adapter --batches 1 32 --prompts 64 --rounds 1
-    ... --quick            one round of fewer new tokens, to see it work
+    ... --quick            one round of fewer new tokens, to see it work; keeps no result
     ... --table            no run: what benchmarks/sampling.json holds, as the README's table
 
 Our interpreter needs the peers too: `pip install -e '.[test,peers]'` in an environment of its own.
@@ -275,22 +275,23 @@ def agree(players: dict, work: Work) -> None:
 # --- what is measured -----------------------------------------------------------------------------
 
 
-def best_and_median(function: Callable[[], object], repeats: int = 7) -> tuple[float, float]:
+def best_and_median(function: Callable[[], object], threads: int) -> tuple[float, float]:
+    """Seconds of a call, of seven; CPU seconds with one thread, as everywhere here."""
+    clock, times = time.process_time if threads == 1 else time.perf_counter, []
     function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    for _ in range(7):
+        start = clock()
         function()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times), statistics.median(times)
 
 
-def machine() -> dict:
+def machine(threads: int) -> dict:
     """fp32 GEMM rate (2048^3) and copy bandwidth (256 MB, read and written), best of 7 each."""
     a, b, out = (torch.randn(2048, 2048) for _ in range(3))
-    gemm = best_and_median(lambda: torch.mm(a, b, out=out))
+    gemm = best_and_median(lambda: torch.mm(a, b, out=out), threads)
     source, target = torch.zeros(1 << 26), torch.zeros(1 << 26)
-    copy = best_and_median(lambda: target.copy_(source))
+    copy = best_and_median(lambda: target.copy_(source), threads)
     return {
         "gemm_gflops": 2 * 2048**3 / gemm[0] / 1e9,
         "gemm_gflops_median": 2 * 2048**3 / gemm[1] / 1e9,
@@ -332,11 +333,12 @@ def measure(name: str, work: Work, players: dict, rounds: int, threads: int, rat
     first = Work(work.kind, work.prompts, 1)
     row = {"model": name, **work.shape(), "threads": threads, "rounds": rounds}
     row["clock"] = ("wall", "cpu")[clock]
+    row["players"] = {}
     row["cpu_over_wall"] = min(sum(c for _, c in p) / sum(w for w, _ in p) for p in times.values())
     for player in players:
         middle = statistics.median(seconds[player])
         pairs = zip(seconds[player], seconds["engine"], strict=True)
-        row[player] = {
+        numbers = {
             "seconds": middle,
             "tokens_per_second": work.sampled / middle,
             "engine_is_faster_by": statistics.median(theirs / ours for theirs, ours in pairs),
@@ -344,7 +346,8 @@ def measure(name: str, work: Work, players: dict, rounds: int, threads: int, rat
         if work.kind == "rectangles":
             prefill = statistics.median(timed(players[player], first)[clock] for _ in range(2))
             shares = utilisation(MODELS[name], work, prefill, middle - prefill, rates)
-            row[player] |= {"prefill_seconds": prefill, **shares}
+            numbers |= {"prefill_seconds": prefill, **shares}
+        row["players"][player] = numbers
     return row
 
 
@@ -353,8 +356,7 @@ def show(row: dict) -> str:
     S, T = row["conversations"], row["prompt_tokens"]
     what = f"{row['kind']} {S} x {T} + {row['turns']} x {row['new_tokens']}"
     lines = []
-    for player in (key for key, value in row.items() if isinstance(value, dict)):
-        numbers = row[player]
+    for player, numbers in row["players"].items():
         aim, shares = "", ""
         if player == "generate + PEFT":
             floor, stretch = AIMS.get(
@@ -437,13 +439,11 @@ def works(options: argparse.Namespace) -> list[Work]:
 
 
 def record(row: dict) -> None:
-    """Prints a row; in the file it takes the place of an earlier one of the same work."""
+    """Into the file, in the place of an earlier row of the same work."""
     keys = ("model", "kind", "conversations", "prompt_tokens", "new_tokens", "threads")
     rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
     rows = [other for other in rows if any(other[key] != row[key] for key in keys)]
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(r) for r in [*rows, row]) + "\n]\n")
-    print(json.dumps(row))
-    print(show(row), flush=True)
 
 
 def main() -> None:
@@ -477,7 +477,7 @@ def main() -> None:
             slots = max(len(work.prompts) for work in chosen)
             players["vLLM"] = VLLM(options.vllm, checkpoint, adapter, options.threads, slots)
             versions["vllm"] = players["vLLM"].version
-        rates = machine()
+        rates = machine(options.threads)
         facts = {"versions": versions, "cores": os.cpu_count(), **rates}
         print(json.dumps(facts))
         agree(players, chosen[0])
@@ -489,7 +489,11 @@ def main() -> None:
                 seated["engine, no adapter"] = Engine(checkpoint, None)
                 seated["generate, no adapter"] = Generate(checkpoint, None)
             row = measure(options.model, work, seated, options.rounds, options.threads, rates)
-            record(row | facts)
+            row |= facts
+            print(json.dumps(row))
+            print(show(row), flush=True)
+            if not options.quick:
+                record(row)
         if options.vllm:
             players["vLLM"].close()
 
