@@ -424,7 +424,7 @@ class Qwen3(nn.Module):
                 f"mask {tuple(mask.shape)} must be (S, T-1) of input_ids {tuple(input_ids.shape)}"
             )
         mask = mask.bool()
-        packing = pack(input_ids, mask)
+        packing = pack(input_ids, mask, self.head_weight.dtype)
         hidden = self.model(packing.ids, packing.positions, packing)  # (W, D)
         hidden = gather(hidden, packing.pair_rows)  # (M, D)
         found = HeadLogprobs.apply(hidden, self.head_weight, packing.pair_targets, temperature)

@@ -42,8 +42,8 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
 class Stretch:
     """Rows of one stream that ask together.
 
-    queries: how many. visible: (queries, length of the stream), which of its tokens each one sees;
-    None where query i is token i, so that it sees tokens 0..i.
+    queries: how many. visible: (queries, length of the stream), 0 for the tokens that each one sees
+    and -inf for the others; None where query i is token i, so that it sees tokens 0..i.
     """
 
     queries: int
@@ -104,9 +104,10 @@ class Packing:
         return torch.cat(out)
 
 
-def pack(input_ids: Tensor, mask: Tensor) -> Packing:
+def pack(input_ids: Tensor, mask: Tensor, dtype: torch.dtype = torch.float32) -> Packing:
     """The packing of what is wanted: input_ids (S, T); mask (S, T-1), true at t where token t+1 is.
 
+    dtype: of the model, whose attention takes its masks in it.
     Tokens after the last wanted one of a row are never looked at. Where nothing is wanted, the
     first token is computed all the same: a rank without work takes part in all ranks' passes.
     """
@@ -146,7 +147,8 @@ def pack(input_ids: Tensor, mask: Tensor) -> Packing:
     def stretch(s: int, queries: Tensor) -> Stretch:  # queries: their positions in stream s
         if torch.equal(queries, torch.arange(ends[s])):
             return Stretch(ends[s], None)
-        visible = torch.arange(ends[s]) <= queries[:, None]
+        future = torch.arange(ends[s]) > queries[:, None]
+        visible = torch.zeros(future.shape, dtype=dtype).masked_fill_(future, float("-inf"))
         return Stretch(len(queries), visible.to(device))
 
     every = [stretch(s, part) for (s, _), part in zip(new, positions, strict=True)]

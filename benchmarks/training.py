@@ -101,7 +101,7 @@ def rectangles(vocabulary: int) -> Work:
 
 
 def ragged(vocabulary: int) -> Work:
-    """Completions of 50, 80, ... 500 tokens in an order of chance, each ending in a sampled turn."""
+    """Completions of 50, 80, ... 500 tokens in an order of chance, each ending with its turn."""
     prompt, lengths = 300, [300 + 30 * n + 50 for n in range(16)]
     lengths = [lengths[n] for n in torch.randperm(16).tolist()]
     ids = torch.zeros(16, max(lengths), dtype=torch.long)
@@ -180,7 +180,7 @@ class Way:
 
 
 def ways_on(shape: str, full: bool) -> list[Way]:
-    """All share one base, except that of full fine-tuning; adapters start equal, with B not zero."""
+    """All share one base, but for that of full fine-tuning; adapters start equal, B not zero."""
     torch.manual_seed(0)
     theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPES[shape]))
     with torch.device("meta"):
@@ -253,9 +253,7 @@ def flops(shape: str, way: Way, work: Work) -> float:
         pairs, last_pairs = pairs + some, last_pairs + some
         head += int(part.mask.sum()) if way.loss is loss_of_lean_peft else S * (T - part.first + 1)
     facts = SHAPES[shape]
-    D, inner, layers = (
-        facts[n] for n in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
+    D, inner, layers = (facts[n] for n in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     q = facts["num_attention_heads"] * facts["head_dim"]
     kv = 2 * facts["num_key_value_heads"] * facts["head_dim"]
     full = way.name == "full"

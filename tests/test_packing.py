@@ -33,10 +33,10 @@ def stream_batches(draw, vocabulary: int = 5):
         begin = begin[: rng.randint(0, len(begin))] if rng.random() < 0.8 else begin
         streams.append(begin + [rng.randrange(vocabulary) for _ in range(rng.randint(0, 6))])
     T = max(2, *(len(stream) for stream in streams))
-    ids = torch.tensor([s + [rng.randrange(vocabulary) for _ in range(T - len(s))] for s in streams])
+    padded = [s + [rng.randrange(vocabulary) for _ in range(T - len(s))] for s in streams]
     share = rng.choice([0.0, 0.3, 1.0])
     mask = [[t + 1 < len(s) and rng.random() < share for t in range(T - 1)] for s in streams]
-    return ids, torch.tensor(mask)
+    return torch.tensor(padded), torch.tensor(mask)
 
 
 def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[set, set, set]:
@@ -116,7 +116,8 @@ def test_order_and_split_of_streams_change_neither_logprobs_nor_gradients(config
     apart = [scores(model, ids[part], mask[part], weights[part]) for part in parts]
     split = torch.cat([part[0] for part in apart])
     rounding([split], [together[0][order]])
-    rounding([sum(grads) for grads in zip(*(part[2:] for part in apart), strict=True)], together[2:])
+    gradients = zip(*(part[2:] for part in apart), strict=True)
+    rounding([sum(parts) for parts in gradients], together[2:])
 
 
 @settings(max_examples=10)

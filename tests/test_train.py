@@ -528,7 +528,7 @@ def test_epochs_and_seeds_have_their_own_order():
 
 
 def random_pairs(seed: int, vocabulary: int) -> list[tuple[Trajectory, float]]:
-    """(trajectory, advantage) of any lengths, some of which begin as another one does; the sampler's
+    """(trajectory, advantage) of any lengths, many of which begin as another one; the sampler's
     logprobs are near those of a policy."""
     rng = random.Random(seed)
     pairs = []
