@@ -515,7 +515,8 @@ class TorchEngine:
             columns = np.minimum(starts[:, None] + np.arange(width), self.max_length - 1)
             ids = self.tokens[slots[:, None], columns]
             rows = torch.as_tensor(slots, device=self.device)
-            logits = self.extend(batch, ids, rows, starts, lengths)
+            padded = bool((lengths < width).any())
+            logits = self.extend(batch, ids, rows, starts, lengths if padded else None)
             self.lengths[slots] += lengths
             whole = [row for row, stream in enumerate(batch) if not missing(stream)]
             new = [stream for stream in new if missing(stream)]

@@ -34,6 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+PACKED_ROWS = (
+    "adapters of some rows of a batch, and these are packed streams (packing.py), whose rows are "
+    "tokens that several may share; score the streams of each adapter by themselves"
+)
+
 # --- the grouped product --------------------------------------------------------------------------
 
 
@@ -54,10 +59,11 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class Pairs:
     """The (token, expert) pairs of a batch, sorted by expert; row i of an expert's input is pair i.
 
-    sequences: (N,) the row of the batch that each pair's token stands in; experts: (N,) ascending.
+    sequences: (N,) the row of the batch that each pair's token stands in, None of packed tokens;
+    experts: (N,) ascending.
     """
 
-    sequences: Tensor
+    sequences: Tensor | None
     experts: Tensor
     num_sequences: int
     num_experts: int
@@ -67,7 +73,12 @@ class Pairs:
         self.ends = torch.searchsorted(self.experts, numbers, right=True).to(torch.int32)  # (E,)
 
     def of(self, rows: slice | Tensor) -> tuple[Tensor, "Pairs"]:
-        """The pairs of some sequences: their places among all, and themselves, still sorted."""
+        """The pairs of some sequences: their places among all, and themselves, still sorted.
+
+        ValueError for packed tokens, of which nobody knows whose they are.
+        """
+        if self.sequences is None:
+            raise ValueError(PACKED_ROWS)
         chosen = torch.zeros(self.num_sequences, dtype=torch.bool, device=self.experts.device)
         chosen[rows] = True
         places = chosen[self.sequences].nonzero().squeeze(1)
@@ -101,15 +112,19 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x (S, T, D), chosen (S, T, k) numbers of experts, weights (S, T, k) -> (S, T, D)."""
-        S, T, k = chosen.shape
+        """x (S, T, D), chosen (S, T, k) numbers of experts, weights (S, T, k) -> (S, T, D).
+
+        Packed tokens (packing.py) have one axis less: x (T, D), chosen, weights (T, k).
+        """
+        *S, T, k = chosen.shape
         experts, order = chosen.flatten().sort(stable=True)  # (N,)
-        pairs = Pairs(order // (T * k), experts, S, self.num_experts)
+        sequences = order // (T * k) if S else None
+        pairs = Pairs(sequences, experts, S[0] if S else 1, self.num_experts)
         # Copied k times, then permuted: both have a deterministic backward pass, a gather has none.
-        x = x[:, :, None].expand(-1, -1, k, -1).reshape(S * T * k, -1)[order]  # (N, D)
+        x = x.flatten(0, -2)[:, None].expand(-1, k, -1).flatten(0, 1)[order]  # (N, D)
         hidden = F.silu(self.gate_proj(x, pairs)) * self.up_proj(x, pairs)
-        y = self.down_proj(hidden, pairs)[order.argsort()].view(S, T, k, -1)
-        return (y * weights[..., None]).sum(2)
+        y = self.down_proj(hidden, pairs)[order.argsort()].view(*chosen.shape, -1)
+        return (y * weights[..., None]).sum(-2)
 
 
 class MixtureOfExperts(nn.Module):

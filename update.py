@@ -1,8 +1,8 @@
 """One optimizer step: trajectories to micro-batches to gradients, on one process or several.
 
     trajectories, advantages ──► micro_batches ──► loss_and_backward ──► optimizer_step
-                                 by length,        policy loss, KL,      clipped, finite or
-                                 padded right      metrics (grpo.py)     not at all
+                                 what begins       policy loss, KL,      clipped, finite or
+                                 alike together    metrics (grpo.py)     not at all
 
 How a step's trajectories are split changes neither loss nor gradient: every token weighs the same,
 one over the number of sampled tokens of the whole step. Stages 4 and 5 of train.py's loop.
@@ -24,6 +24,7 @@ from full import trainable
 from grpo import kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import use_adapters
 from model import Qwen3
+from packing import common
 from rollout import Trajectory
 
 REFERENCE = "reference"  # the frozen copy of --init-adapter, by its name among the adapters
@@ -37,7 +38,10 @@ MISMATCH_ALARM = {"float32": ("mismatch_max", 1e-3), "bfloat16": ("mismatch_kl",
 
 @dataclass
 class Batch:
-    """Trajectories side by side, padded on the right. Position t speaks of token t + 1."""
+    """Trajectories side by side, padded on the right. Position t speaks of token t + 1.
+
+    Padding is for their tensors' shape alone: the model computes none of it (packing.py).
+    """
 
     ids: Tensor  # (S, T)
     mask: Tensor  # (S, T-1) whether token t + 1 was sampled
@@ -65,12 +69,23 @@ EMPTY = Batch(
 
 
 def micro_batches(pairs: list[tuple[Trajectory, float]], tokens: int, device) -> list[Batch]:
-    """(trajectory, advantage) pairs by length, in batches of at most `tokens` padded tokens."""
-    pairs = sorted(pairs, key=lambda pair: len(pair[0].token_ids), reverse=True)
+    """(trajectory, advantage) pairs in batches of one, or of at most `tokens` that are computed.
+
+    Sorted by their tokens, so that a group stands together with what its samples have in common;
+    that is computed once a batch, and counts once.
+    """
+    parts, before, room = [], [], 0
+    for pair in sorted(pairs, key=lambda pair: pair[0].token_ids):
+        token_ids = pair[0].token_ids
+        new = len(token_ids) - common(before, token_ids)
+        if new > room:
+            parts.append([])
+            new, room = len(token_ids), tokens
+        parts[-1].append(pair)
+        before, room = token_ids, room - new
     batches = []
-    while pairs:
-        length = len(pairs[0][0].token_ids)
-        chosen, pairs = pairs[: max(1, tokens // length)], pairs[max(1, tokens // length) :]
+    for chosen in parts:
+        length = max(len(trajectory.token_ids) for trajectory, _ in chosen)
         ids = torch.zeros(len(chosen), length, dtype=torch.long)
         mask = torch.zeros(len(chosen), length, dtype=torch.bool)
         sampler_logprobs = torch.zeros(len(chosen), length)
@@ -112,7 +127,7 @@ def loss_and_backward(
     sent = [batch.sent() for batch in batches]
     scores = ranks.map(train_on, sent, denominator, config, empty=EMPTY)
     if batches and config.kl == 0:
-        # Without a KL loss one micro-batch, of middling length, serves as the metric.
+        # Without a KL loss one micro-batch, the middle one, serves as the metric.
         middle = len(batches) // 2
         (reference,) = ranks.map(refer, sent[middle : middle + 1], config, empty=EMPTY)
         scores[middle]["reference"] = reference

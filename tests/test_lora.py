@@ -296,11 +296,10 @@ def test_every_row_gets_the_adapter_of_its_segment_and_the_rest_the_base(
     expected[rest] = base(ids[rest])
     with use_adapters(model, segments):
         mixed = model(ids)
-        logprobs, _ = model.token_logprobs(ids, torch.ones(len(ids), 4))
+        with pytest.raises(ValueError, match="score the streams of each adapter by themselves"):
+            model.token_logprobs(ids, torch.ones(len(ids), 4))
     close(mixed, expected)
-    wanted = expected[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    close(logprobs, wanted)
-    logprobs[segments[0][1]].sum().backward()  # a segment trains its own adapter
+    mixed[segments[0][1]].square().sum().backward()  # a segment trains its own adapter
     assert all(p.grad is not None for p in lora_parameters(model).values())
 
 

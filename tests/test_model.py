@@ -22,7 +22,7 @@ from tiny import (
 )
 from torch.overrides import TorchFunctionMode
 
-from model import HeadLogprobs, KVCache, Qwen3, Qwen3Config
+from model import HeadLogprobs, KVCache, Qwen3, Qwen3Config, RMSNorm
 
 # --- the computation ------------------------------------------------------------------------------
 
@@ -77,6 +77,32 @@ def reference_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
 def test_logits_equal_a_naive_computation(config, T, seed):
     model, ids = tiny_model(config, seed), tiny_tokens(config, 1, T, seed)
     close(model(ids)[0].double(), reference_logits(model, ids[0].tolist()))
+
+
+@given(
+    size=st.sampled_from([1, 6, 32]),
+    rows=st.integers(1, 4),
+    seed=seeds,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_norm_and_its_gradients_are_those_of_the_formula(size, rows, seed, dtype):
+    """Computed by hand there, by autograd in float64 here."""
+    generator = torch.Generator().manual_seed(seed)
+    norm, x = RMSNorm(size, 1e-6).to(dtype), torch.randn(2, rows, size, generator=generator)
+    weights = torch.randn(x.shape, generator=generator).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(size, generator=generator))
+    x = x.to(dtype).requires_grad_()
+    wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    (expected * weights).sum().backward()
+    found = norm(x)
+    (found * weights).sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    pairs = [(found, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)]
+    for mine, exact in pairs:
+        assert mine.dtype == dtype
+        close(mine.double(), exact, tolerance * float(exact.detach().abs().max().clamp(min=1)))
 
 
 @given(config=tiny_configs(), T=st.integers(2, 40), seed=seeds, data=st.data())

@@ -38,6 +38,7 @@ import update
 from config import COMMANDS, Config, read_toml, to_toml
 from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
+from packing import pack
 from rollout import Trajectory
 
 ROOT = Path(train.__file__).parent
@@ -527,13 +528,15 @@ def test_epochs_and_seeds_have_their_own_order():
 
 
 def random_pairs(seed: int, vocabulary: int) -> list[tuple[Trajectory, float]]:
-    """(trajectory, advantage) of any lengths; the sampler's logprobs are near those of a policy."""
+    """(trajectory, advantage) of any lengths, many of which begin as another one; the sampler's
+    logprobs are near those of a policy."""
     rng = random.Random(seed)
     pairs = []
     for _ in range(rng.randint(1, 6)):
         length = rng.randint(2, 20)
         mask = [0] + [rng.randint(0, 1) for _ in range(length - 2)] + [1]
-        ids = [rng.randrange(vocabulary) for _ in mask]
+        ids = rng.choice(pairs)[0].token_ids[: rng.randint(0, length)] if pairs else []
+        ids = ids + [rng.randrange(vocabulary) for _ in mask[len(ids) :]]
         logprobs = [rng.uniform(-4, -2) * sampled for sampled in mask]
         pairs.append((Trajectory(None, None, 0, [], ids, mask, logprobs), rng.uniform(-1, 1)))
     return pairs
@@ -574,7 +577,8 @@ def test_splitting_order_and_padding_change_neither_loss_nor_gradient(
 
     shuffled = random.Random(seed).sample(pairs, len(pairs))
     batches = train.micro_batches(shuffled, tokens, "cpu")
-    assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
+    computed = [len(pack(batch.ids, batch.mask).ids) for batch in batches]
+    assert all(n <= tokens or len(b.ids) == 1 for n, b in zip(computed, batches, strict=True))
     for batch in batches:  # more padding, and nobody may look at it
         batch.ids = F.pad(batch.ids, (0, padding), value=seed % model.config.vocab_size)
         batch.mask = F.pad(batch.mask, (0, padding))

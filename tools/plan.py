@@ -131,10 +131,12 @@ def cache_bytes(shapes: Qwen3Config, streams: int, length: int, dtype: str) -> i
 
 @dataclass
 class Costs:
-    """Of one token. saved: bytes that autograd keeps. The others: FLOPs of matrix products, two a
-    multiply-add; those of attention for each token that is attended to."""
+    """Of one token. saved: bytes that autograd keeps; angles: those of cos and sin, which layers
+    share. The others: FLOPs of matrix products, two a multiply-add; those of attention for each
+    token that is attended to."""
 
     saved: float = 0.0
+    angles: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     attention: float = 0.0
@@ -145,16 +147,19 @@ class Costs:
             *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
         )
 
+    def __mul__(self, tokens: float) -> "Costs":
+        return Costs(*(tokens * value for value in vars(self).values()))
+
 
 def costs_of_layers(
     shapes: Qwen3Config, targets: tuple[str, ...], rank: int, dtype: str, full: bool = False
-) -> Iterator[Costs]:
+) -> Iterator[tuple[Costs, Costs]]:
     """Of each layer in turn. `stream`: whether the layer's input carries a gradient, which in LoRA
     is so from the first adapter on, and with full from the embedding on."""
     stream = full
     for layer in range(shapes.num_hidden_layers):
-        costs, stream = costs_of_layer(shapes, targets, rank, dtype, full, layer, stream)
-        yield costs
+        seen, asking, stream = costs_of_layer(shapes, targets, rank, dtype, full, layer, stream)
+        yield seen, asking
 
 
 def costs_of_layer(
@@ -165,10 +170,13 @@ def costs_of_layer(
     full: bool,
     layer: int,
     stream: bool,
-) -> tuple[Costs, bool]:
-    """The costs of one layer, and whether its output carries a gradient."""
+) -> tuple[Costs, Costs, bool]:
+    """The costs of one layer, and whether its output carries a gradient: of a token that others
+    attend to, and what is added if its own output is wanted; the last layer has tokens of which
+    it is not (packing.py)."""
     D, C, b = shapes.hidden_size, shapes.head_dim, BYTES[dtype]
     H, K = shapes.num_attention_heads, shapes.num_key_value_heads
+    last = layer == shapes.num_hidden_layers - 1
     costs = Costs()
 
     def trained(name: str) -> bool:
@@ -187,25 +195,33 @@ def costs_of_layer(
         return arrives or trained(target or name)
 
     def norm(width: int, arrives: bool, heads: int = 1) -> None:
-        """Its input in fp32 and the inverse root; a trained one also what it scales."""
-        costs.saved += (4 * width + 4 * heads) * arrives + b * width * full
+        """Its input and the inverse root."""
+        costs.saved += (b * width + 4 * heads) * (arrives or full)
 
     norm(D, stream)
-    if any(trained(name) for name in QKV):
-        costs.saved += b * D
-    sizes = {"q_proj": H * C, "k_proj": K * C, "v_proj": K * C}
-    live = {name: linear(name, D, size, stream) for name, size in sizes.items()}
+    live = {name: linear(name, D, K * C, stream) for name in ("k_proj", "v_proj")}
+    if shapes.model_type != "qwen2":
+        norm(K * C, live["k_proj"], K)
+    input_kept = trained("k_proj") or trained("v_proj")
+    costs.saved += b * D * input_kept
+
+    seen, costs = costs, Costs()
+    live["q_proj"] = linear("q_proj", D, H * C, stream)
     if shapes.model_type != "qwen2":
         norm(H * C, live["q_proj"], H)
-        norm(K * C, live["k_proj"], K)
+    costs.saved += b * D * (trained("q_proj") and (last or not input_kept))  # there of other rows
+    # Of all tokens; the last layer's queries have some of their own.
+    seen.angles = 2 * b * C * (live["k_proj"] or (live["q_proj"] and not last))
+    costs.angles = 2 * b * C * (live["q_proj"] and last)
     attends = any(live.values())  # q, k, v; four products go back if all do
     costs.attention = 4 * H * C
     if attends:
         scores = live["q_proj"] + live["k_proj"]
         costs.attention_backward = 2 * H * C * (scores + (scores > 0) + live["v_proj"])
-        costs.saved += b * (2 * H * C + 2 * K * C) + 4 * H  # q, k, v, the output; its normalizer
-    elif trained("o_proj"):
-        costs.saved += b * H * C
+        seen.saved += b * 2 * K * C  # k, v
+        costs.saved += b * 2 * H * C + 4 * H  # q, the output; its normalizer
+    if trained("o_proj"):
+        costs.saved += b * H * C  # the outputs of all streams, packed
     stream = linear("o_proj", H * C, D, attends) or stream
 
     norm(D, stream)
@@ -226,11 +242,11 @@ def costs_of_layer(
     if trained(target or "down_proj"):
         costs.saved += b * width
     out = linear("down_proj", width, D, gate or up, target)
-    mlp = Costs(*(copies * value for value in vars(costs).values()))
+    mlp = costs * copies
     if copies > 1 or target:
         # Weighted by the router: each expert's output, its weight, and where each row came from.
-        mlp.saved += copies * (b * D * stream + 3 * 8 + 2 * FP32)
-    return before + mlp, out or stream
+        mlp.saved += copies * (b + 8 + stream * (b * D + 2 * 8 + FP32))
+    return seen, before + mlp, out or stream
 
 
 # --- a micro-batch, a step ------------------------------------------------------------------------
@@ -243,31 +259,55 @@ def kept_bytes(
     *,
     tokens: int,
     wanted: int,
+    length: int,
     checkpointing: bool = False,
 ) -> int:
-    """What the forward pass of a micro-batch of `tokens`, of which `wanted` carry loss, keeps for
-    the backward pass. lora None: full fine-tuning. checkpointing: of each layer its input alone,
-    and of the one that is computed again everything."""
+    """What the forward pass of a micro-batch of `tokens`, of which `wanted` carry loss, in streams
+    of `length` that share nothing, keeps for the backward pass. lora None: full fine-tuning.
+    checkpointing: of each layer its input alone, and of the one that is computed again everything.
+    """
     D, b, full = shapes.hidden_size, BYTES[dtype], lora is None
-    each = [layer.saved for layer in layers(shapes, lora, dtype)]
-    each = len(each) * b * D + max(each) if checkpointing else sum(each)
-    each += 4 * D + 4 + b * D * full + 1  # the last norm, and the mask
-    head = b * D + 8 + (b * D + 4) * full  # HeadLogprobs: its gradient and the targets
-    casts = 0 if full or b == FP32 else b * parameters_of(shapes, lora)[1]
-    return int(tokens * each + wanted * head + casts)
+    each = layers(shapes, lora, tokens, wanted, dtype)
+    copied = 0 if full else copied_bytes(shapes, lora, dtype)
+    saved = [costs.saved + copied / len(each) for costs in each]
+    if each[-1].attention_backward:
+        saved[-1] += wanted * length * b  # which tokens the last layer's queries see
+    kept = len(saved) * tokens * b * D + max(saved) if checkpointing else sum(saved)
+    kept += max(costs.angles for costs in each)
+    # The last norm; HeadLogprobs: its gradient, and where each number goes.
+    return int(kept + wanted * (b * D + 4 + b * D + 4 * 8 + (b * D + 12) * full))
 
 
-def layers(shapes: Qwen3Config, lora: LoRAConfig | None, dtype: str = "float32") -> list[Costs]:
+def copied_bytes(shapes: Qwen3Config, lora: LoRAConfig, dtype: str) -> int:
+    """Of the adapter's copies that the forward pass makes: A and B in a narrower base's dtype, else
+    each B of a dense layer as it lies by rank."""
+    if dtype != "float32":
+        return BYTES[dtype] * parameters_of(shapes, lora)[1]
+    model = on_paper(shapes)
+    sizes = [matrix_shape(model.get_submodule(n)) for n in target_names(model, lora.target_modules)]
+    return FP32 * sum(lora.rank * size[0] for size in sizes if len(size) == 2 and lora.rank > 1)
+
+
+def layers(
+    shapes: Qwen3Config,
+    lora: LoRAConfig | None,
+    tokens: float,
+    wanted: float,
+    dtype: str = "float32",
+) -> list[Costs]:
+    """Of each layer for all tokens; of the last, whose output serves the head alone, only `wanted`
+    tokens have one."""
     targets, rank = (lora.target_modules, lora.rank) if lora else ((), 0)
-    return list(costs_of_layers(shapes, targets, rank, dtype, full=lora is None))
+    *pairs, (seen, asking) = costs_of_layers(shapes, targets, rank, dtype, full=lora is None)
+    return [(one + other) * tokens for one, other in pairs] + [seen * tokens + asking * wanted]
 
 
 def head_bytes(shapes: Qwen3Config, dtype: str) -> int:
-    """Of one chunk of logits and what is made of it, see HeadLogprobs: fp32 logits, probabilities,
-    and one more that a reduction makes on its way."""
+    """Of one chunk of logits and what is made of it, see HeadLogprobs: fp32 logits and their
+    exponentials."""
     rows = max(1, HeadLogprobs.CHUNK_ELEMENTS // shapes.vocab_size)
     narrow = 0 if dtype == "float32" else 2 * BYTES[dtype]  # before and after the fp32 softmax
-    return rows * shapes.vocab_size * (3 * FP32 + narrow)
+    return rows * shapes.vocab_size * (2 * FP32 + narrow)
 
 
 def trained_flops(
@@ -279,10 +319,10 @@ def trained_flops(
     and one that makes the scores again in the backward pass adds half.
     """
     D, V, full = shapes.hidden_size, shapes.vocab_size, lora is None
-    total = sum(layers(shapes, lora), Costs())
+    total = sum(layers(shapes, lora, tokens, wanted), Costs())
     # The frozen head: logits, and its gradient already in the forward pass; trained, twice more.
-    forward = tokens * (total.forward + total.attention * length) + wanted * 4 * D * V
-    backward = tokens * (total.backward + total.attention_backward * length)
+    forward = total.forward + total.attention * length + wanted * 4 * D * V
+    backward = total.backward + total.attention_backward * length
     return int(forward), int(backward + wanted * 4 * D * V * full)
 
 
@@ -291,15 +331,16 @@ def sampled_flops(
 ) -> int:
     """Of `tokens` that go through the model with `context` before them on average, `wanted` of
     which have their logits computed."""
-    total = sum(layers(shapes, lora), Costs())
+    total = sum(layers(shapes, lora, tokens, tokens), Costs())
     head = 2 * shapes.hidden_size * shapes.vocab_size
-    return int(tokens * (total.forward + total.attention * context) + wanted * head)
+    return int(total.forward + total.attention * context + wanted * head)
 
 
 def reference_flops(shapes: Qwen3Config, *, tokens: int, length: float, wanted: int) -> int:
     """Of the base alone, without gradient."""
     none = LoRAConfig(rank=1, target_modules=("none",))
-    return sampled_flops(shapes, none, tokens=tokens, context=length, wanted=wanted)
+    forward, _ = trained_flops(shapes, none, tokens=tokens, length=length, wanted=wanted)
+    return forward - wanted * 2 * shapes.hidden_size * shapes.vocab_size  # the head's gradient
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -322,8 +363,9 @@ def memory(config: Config) -> dict[str, int]:
         parts["the frozen copy"] = parts["base"]
     parts["gradients"] = FP32 * trained
     parts["Adam's moments"] = ADAM * trained
-    counted = {"tokens": tokens, "wanted": wanted, "checkpointing": config.gradient_checkpointing}
-    kept = kept_bytes(shapes, lora, config.dtype, **counted)
+    counted = {"tokens": tokens, "wanted": wanted, "length": config.max_length}
+    how = {"checkpointing": config.gradient_checkpointing}
+    kept = kept_bytes(shapes, lora, config.dtype, **counted, **how)
     parts["kept for the backward pass"] = kept
     parts["logits, a chunk"] = head_bytes(shapes, config.dtype)
     streams = config.slots * (config.max_staleness + 1)  # of all batches under way
