@@ -32,7 +32,6 @@ beam search, paged memory (a slot is one stream of max_length tokens).
 
 import asyncio
 import hashlib
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -527,11 +526,16 @@ class TorchEngine:
             logits, *(torch.as_tensor(x, device=self.device) for x in (temperatures, uniform))
         )
         tokens, logprobs = (x.cpu().numpy() for x in drawn)
+        finite = np.isfinite(logprobs)
+        if not finite.all():
+            for row in np.flatnonzero(~finite):
+                self.expel(streams[row])
+            streams = [streams[row] for row in np.flatnonzero(finite)]
+            slots, positions, tokens, logprobs = (
+                x[finite] for x in (slots, positions, tokens, logprobs)
+            )
         self.tokens[slots, positions] = tokens
         for stream, token, logprob in zip(streams, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not math.isfinite(logprob):
-                self.expel(stream)
-                continue
             stream.token_ids.append(token)
             stream.logprobs.append(logprob)
             stopped = token in stream.request.stop_token_ids

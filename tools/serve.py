@@ -1,8 +1,8 @@
 """TorchEngine behind the few routes of vLLM that VLLMEngine calls: a sampler in its own process.
 
     run a ──┐
-    run b ──┼── HTTP ──► one event loop ──► TorchEngine: one model, one cache, adapters by name,
-    viewer ─┘                               a batch of whatever waits, of all runs
+    run b ──┴── HTTP ──► one event loop ──► TorchEngine: one model, one cache, adapters by name,
+                                            a batch of whatever waits, of all runs
 
     GET  /health                     200
     GET  /v1/models                  the base and the adapters that a request may name
@@ -55,8 +55,9 @@ class Server:
 
     async def start(self, port: int = 0) -> str:
         """Listens on 127.0.0.1 (port 0: on a free one); returns the URL."""
-        server = await asyncio.start_server(self.converse, "127.0.0.1", port, backlog=1024)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self.listener = await asyncio.start_server(self.converse, "127.0.0.1", port, backlog=1024)
+        self.url = f"http://127.0.0.1:{self.listener.sockets[0].getsockname()[1]}"
+        return self.url
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection: request after request until the client closes it."""
@@ -90,7 +91,7 @@ class Server:
             status, message = refused.args
         except FloatingPointError as error:  # in the words of vLLM, by which a client knows it
             status, message = 400, f"Out of range float values are not JSON compliant: {error}"
-        except (KeyError, TypeError, ValueError) as error:  # the request's fault
+        except (KeyError, TypeError, ValueError, OSError) as error:  # the request's fault
             status, message = 400, f"{type(error).__name__}: {error}"
         except (ArithmeticError, RuntimeError) as error:
             status, message = 500, f"{type(error).__name__}: {error}"
