@@ -47,6 +47,8 @@ from broadcast import read_adapter
 from model import KVCache, Qwen3
 from segments import Stack, use_rows
 
+# --- what every engine takes and gives, VLLMEngine too -------------------------------------------
+
 
 @dataclass(frozen=True)
 class Request:

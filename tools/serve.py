@@ -19,16 +19,17 @@ other addresses than 127.0.0.1, and aborting a request whose client has gone: it
     python tools/serve.py assets/tiny-qwen3 --port 8000      for train.py --vllm-url
 """
 
-import argparse
 import asyncio
 import json
 import signal
 import sys
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
+import tyro  # noqa: E402
 
 from engine import Request, TorchEngine  # noqa: E402
 from model import Qwen3  # noqa: E402
@@ -151,30 +152,32 @@ class Server:
         return {"unloaded": name}
 
 
-def main() -> None:
-    """Serves a model and its adapters to runs that name the server by --vllm-url."""
-    parser = argparse.ArgumentParser("tools/serve.py", description=main.__doc__)
-    parser.add_argument("model", help="checkpoint: a directory or a Hub id")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of an episode")
-    parser.add_argument("--slots", type=int, default=128, help="requests in a batch")
-    parser.add_argument(
-        "--max-adapters", type=int, help="in memory at once; the rest stays on disk"
-    )
-    options = parser.parse_args()
-    model = Qwen3.from_pretrained(options.model, getattr(torch, options.dtype), options.device)
-    engine = TorchEngine(
-        model.requires_grad_(False),
-        options.slots,
-        options.max_length,
-        max_adapters=options.max_adapters,
-    )
+def main(
+    model: tyro.conf.Positional[str],
+    port: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "cpu",
+    max_length: int = 512,
+    slots: int = 128,
+    max_adapters: int | None = None,
+) -> None:
+    """Serves a model and its adapters to runs that name the server by --vllm-url.
+
+    Args:
+        model: checkpoint, a directory or a Hub id.
+        port: where it listens, on this machine alone; 0 is a free one, which is printed.
+        dtype: the run's --dtype.
+        device: where to compute, cpu or cuda.
+        max_length: tokens of an episode.
+        slots: requests in a batch.
+        max_adapters: how many are in memory at once; the rest stays on disk.
+    """
+    base = Qwen3.from_pretrained(model, getattr(torch, dtype), device).requires_grad_(False)
+    engine = TorchEngine(base, slots, max_length, max_adapters=max_adapters)
 
     async def serve() -> None:
-        url = await Server(engine, options.model).start(options.port)
-        print(f"serving {options.model} at {url}", flush=True)
+        url = await Server(engine, model).start(port)
+        print(f"serving {model} at {url}", flush=True)
         await asyncio.Event().wait()  # until a signal
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -186,6 +189,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        tyro.cli(main)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools/serve.py: {error}") from None
