@@ -187,6 +187,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if (
+            not torch.is_grad_enabled()
+        ):  # the same bits; small ones, of a decode step, twice as fast
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return Normed.apply(x, self.weight, self.eps)
 
 
@@ -242,20 +246,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class CacheWrite:
     """Where a forward pass over new tokens reads and writes the cache.
 
-    rows: the slots, as a slice (a view: the decode path copies nothing) or an index tensor (S,);
-    row_numbers: the same as a tensor. positions: (S, T) place of each new token in its stream.
-    valid: (S, T), or None when every token is real. mask: (S, 1, H/K T, cached tokens), added to
-    the scores: 0 for the keys that each new token sees, -inf for the others; made once for all
-    layers. None where the streams begin here, so that the new tokens see each other alone.
+    rows: the slots, as a slice (a view: the decode path copies nothing) or an index tensor (S,).
+    valid: (S, T), or None when every token is real; places: (N K,), for each of the N real tokens
+    and each head, where it goes among the (slots K capacity) heads of a layer's cache. mask: (S, 1,
+    H/K T, cached tokens), added to the scores: 0 for the keys that each new token sees, -inf for
+    the others. None where the streams begin here, so that the new tokens see each other alone.
     wanted: the index (streams, last new tokens) of what the last layer is asked for, and last_mask,
     (S, 1, H/K, cached tokens), what those see; None for one new token a stream, which is the last.
+    All made once for all layers.
     """
 
     cache: KVCache
     rows: slice | Tensor
-    row_numbers: Tensor
-    positions: Tensor
     valid: Tensor | None
+    places: Tensor
     mask: Tensor | None
     wanted: tuple[Tensor, Tensor] | None
     last_mask: Tensor | None
@@ -314,14 +318,12 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
     def store(self, k: Tensor, v: Tensor, write: CacheWrite) -> None:
-        """Writes new keys and values (S, T, K, C) into the cache."""
-        keys, values = write.cache.keys[self.layer], write.cache.values[self.layer]
-        rows, positions = write.row_numbers[:, None].expand_as(write.positions), write.positions
-        if write.valid is None:
-            keys[rows, :, positions], values[rows, :, positions] = k, v
-        else:  # padding is never written: a slot has room for its own stream only
-            rows, positions = rows[write.valid], positions[write.valid]
-            keys[rows, :, positions], values[rows, :, positions] = k[write.valid], v[write.valid]
+        """Writes new keys and values (S, T, K, C) into the cache. Padding is never written: a slot
+        has room for its own stream only."""
+        for new, cached in ((k, write.cache.keys), (v, write.cache.values)):
+            new = new if write.valid is None else new[write.valid]
+            heads = cached[self.layer].view(-1, self.head_dim)
+            heads.index_copy_(0, write.places, new.reshape(-1, self.head_dim))
 
     def attend_to_cache(self, q: Tensor, write: CacheWrite, mask: Tensor) -> Tensor:
         """q (S, H, T, C) -> the same, of all cached tokens that each query sees."""
@@ -476,13 +478,19 @@ class Qwen3(nn.Module):
         numbers = rows
         if isinstance(rows, slice):
             numbers = torch.arange(rows.start, rows.stop, device=device)
-        valid = None if lengths is None else torch.arange(T, device=device) < lengths[:, None]
+        K = self.config.num_key_value_heads
+        heads = numbers[:, None] * K + torch.arange(K, device=device)  # (S, K)
+        places = heads[:, None] * cache.capacity + positions[..., None]  # (S, T, K)
+        valid = None
+        if lengths is not None:
+            valid = torch.arange(T, device=device) < lengths[:, None]
+            places = places[valid]
         last = ends - starts - 1  # (S,) of the new tokens
         wanted = last_mask = None
         if T > 1:
             wanted = torch.arange(S, device=device)[:, None], last[:, None]
             last_mask = self.mask(positions[wanted], length)
-        write = CacheWrite(cache, rows, numbers, positions, valid, mask, wanted, last_mask)
+        write = CacheWrite(cache, rows, valid, places.flatten(), mask, wanted, last_mask)
         hidden = self.model(input_ids, positions, write)  # (S, 1, D)
         return F.linear(hidden[:, 0], self.head_weight)
 
