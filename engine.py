@@ -94,7 +94,8 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
 
 # --- drawing -------------------------------------------------------------------------------------
 
-BLOCK = 512  # tokens of a block at most, see draw; a power of two
+# See draw: blocks have at most so many tokens, a power of two, and smaller vocabularies have none.
+BLOCK, UNDIVIDED = 512, 4096
 
 
 def derive_seed(*parts: int) -> int:
@@ -118,28 +119,23 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """weights (S, N), uniform (S, 1) in [0, 1), both fp64 -> index (S, 1) drawn in proportion to
-    the weights, and how far into its weight the uniform reaches, (S, 1): a uniform again."""
+    """weights (S, N), uniform (S, 1), both fp64 -> index (S, 1) drawn in proportion to the weights,
+    and how far into its weight the uniform reaches, (S, 1): a uniform again."""
     cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    threshold = uniform * total
-    # right=True: an index of weight 0 adds nothing to the sum, so it is never the first one above
-    # the threshold. Nor is one behind the index that completes the total, where rounding or a
-    # uniform of 1 brings the threshold to the total itself.
+    # Below the total, also where rounding made the uniform 1. right=True: an index of weight 0 adds
+    # nothing to the sum, so it is never the first one above the threshold.
+    threshold = uniform.clamp(0, 1 - 2.0**-24) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, threshold, right=True)
-    index = torch.minimum(index, torch.searchsorted(cumulative, total))
-    index = index.clamp_(max=weights.shape[1] - 1)  # what is not finite is found by its logprob
-    weight = weights.gather(1, index)
-    below = cumulative.gather(1, index) - weight
-    return index, ((threshold - below) / weight).clamp_(min=0)
+    index = index.clamp_(max=weights.shape[1] - 1)  # NaN; found by its logprob
+    return index, 1 - (cumulative.gather(1, index) - threshold) / weights.gather(1, index)
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """logits (S, V), temperatures (S,), uniform (S,) -> tokens (S,), their logprobs (S,) in fp32.
 
-    Inverts the cumulative distribution, which takes one number a row and no sort; and in two steps,
-    since a sum over V numbers is fast and a running sum is not: first which block of tokens, then,
-    by what is left of the uniform, which token of it.
+    Inverts the cumulative distribution, which takes one number a row and no sort. Of a large one in
+    two steps, since a sum over V numbers is fast and a running sum is not: first which block of
+    tokens, then, by what is left of the uniform, which token of it (benchmarks/sampling_parts.py).
 
         blocks of 128     |  .10  |   .45   | .05 |  ...      1,187 of them in Qwen3's vocabulary
         uniform .37                 ▲ .60 of the way through the second block
@@ -150,10 +146,13 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor,
         logits = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
     probabilities = logits.softmax(-1, dtype=torch.float32)
     S, V = probabilities.shape
-    blocks = probabilities.view(S, -1, math.gcd(V, BLOCK))
-    block, rest = invert(blocks.sum(-1).double(), uniform[:, None].double())
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, blocks.shape[2])).squeeze(1)
-    tokens = block * blocks.shape[2] + invert(inside.double(), rest)[0]
+    inside, rest, before = probabilities, uniform[:, None].double(), 0
+    if V > UNDIVIDED:
+        blocks = probabilities.view(S, -1, math.gcd(V, BLOCK))
+        block, rest = invert(blocks.sum(-1).double(), rest)
+        inside = blocks.gather(1, block[:, :, None].expand(-1, 1, blocks.shape[2])).squeeze(1)
+        before = block * blocks.shape[2]
+    tokens = before + invert(inside.double(), rest)[0]
     if greedy.any():
         tokens = torch.where(greedy[:, None], probabilities.argmax(-1, keepdim=True), tokens)
     return tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1)

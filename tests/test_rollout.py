@@ -258,13 +258,16 @@ logits_or_none = st.floats(-4, 4) | st.just(float("-inf"))
 @given(
     st.lists(logits_or_none, min_size=1, max_size=40).filter(lambda row: max(row) > -5),
     st.sampled_from([1, 2, 8, 512]),
+    st.sampled_from([0, 4096]),
     st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8),
 )
-def test_a_draw_in_blocks_is_the_draw_from_the_whole_distribution(logits, block, uniform):
+def test_a_draw_in_blocks_is_the_draw_from_the_whole_distribution(
+    logits, block, undivided, uniform
+):
     """Every uniform, 0 and 1 included, draws a token that has probability and whose part of the
     cumulative distribution it lies in."""
     N = len(uniform)
-    with patch("engine.BLOCK", block):
+    with patch("engine.BLOCK", block), patch("engine.UNDIVIDED", undivided):
         tokens, logprobs = draw(
             torch.tensor(logits).expand(N, -1), torch.ones(N), torch.tensor(uniform)
         )
