@@ -141,8 +141,8 @@ MUTATIONS = (
     Mutation(
         "a cached token sees one key less than it should",
         "model.py",
-        "visible = torch.arange(length, device=device) <= positions[..., None]",
-        "visible = torch.arange(length, device=device) < positions[..., None].clamp(min=1)",
+        "<= positions[..., None]\n        mask = ",
+        "< positions[..., None].clamp(min=1)\n        mask = ",
         "test_model.py::test_prefill_equals_chunks_equals_tokens_equals_the_full_pass",
     ),
     Mutation(
@@ -185,7 +185,7 @@ MUTATIONS = (
         "engine.py",
         "        self.stops[slot] = -1\n",
         "",
-        "test_rollout.py::test_neighbours_arrival_chunks_and_slots_change_no_sample",
+        "test_rollout.py::test_a_slot_forgets_the_stop_tokens_of_the_stream_before",
     ),
     Mutation(
         "a new adapter reuses the old one's cached keys and values",

@@ -217,6 +217,14 @@ def test_stop_tokens_are_sampled_tokens_with_logprobs(published):
     assert len(stopped.logprobs) == end and free.finish_reason == "length"
 
 
+def test_a_slot_forgets_the_stop_tokens_of_the_stream_before(published):
+    engine = make_engine(published, slots=1)
+    everything = tuple(range(CONFIG.vocab_size))
+    for stop_token_ids, length in ((everything, 1), ((), 9), (everything, 1), (everything[:1], 9)):
+        request = Request([1, 2], 9, seed=0, stop_token_ids=stop_token_ids)
+        assert len(play(engine, [request])[0].token_ids) == length
+
+
 def test_uniforms_are_uniform_and_depend_on_seed_and_position_alone():
     grid = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300))
     values = uniforms(grid[0].ravel(), grid[1].ravel())
