@@ -1,4 +1,4 @@
-"""Qwen3 in one file (and Qwen2): the model, its key-value cache, a head without logits.
+"""Qwen3 in one file (and Qwen2): the model, its key-value cache, its three ways to be called.
 
     x = embed(ids)
     for each layer:   x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import MixtureOfExperts, split_experts, stack_experts
+from head import HeadLogprobs
 from packing import Packing, gather, pack
 
 # --- configuration -------------------------------------------------------------------------------
@@ -199,8 +200,8 @@ class Normed(torch.autograd.Function):
 
         d loss / d x = r (g w - n mean(g w n))        d loss / d w = sum of g n over all rows
 
-    for g = d loss / d y. Autograd would keep and pass over three times as many tensors; a training
-    step of a small model is a tenth faster for it.
+    for g = d loss / d y. Autograd would keep more tensors and pass over them more often, which a
+    small model feels.
     """
 
     @staticmethod
@@ -300,10 +301,10 @@ class Attention(nn.Module):
         asking, angles = x, (cos, sin)
         if rows is not None:
             asking, angles = pick(x, rows), (cos[rows], sin[rows])
-        heads = (-1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(asking).unflatten(-1, heads)), *angles)  # (.., H, C)
-        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), cos, sin)  # (.., K, C)
-        v = self.v_proj(x).unflatten(-1, heads)
+        split = (-1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(asking).unflatten(-1, split)), *angles)  # (.., H, C)
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, split)), cos, sin)  # (.., K, C)
+        v = self.v_proj(x).unflatten(-1, split)
         if isinstance(place, Packing):
             return self.o_proj(place.attend(q, k, v, rows is not None).flatten(-2))
         if place is not None:
@@ -527,69 +528,3 @@ class Qwen3(nn.Module):
         tensors = {name: t.to(device=device or "cpu", dtype=dtype) for name, t in tensors.items()}
         model.load_state_dict(tensors, assign=True)
         return model
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """log softmax(W h / temperature)[target], its entropy, and its gradient, without all logits.
-
-        d logprob / d h = (W[target] - softmax(W h / temperature) W) / temperature
-
-    This gradient does not depend on what comes from above, so the forward pass computes it chunk by
-    chunk and keeps (N, D) numbers; logits for all tokens (V = 151,936 in Qwen3: 1.2 GB for 2,048
-    tokens in fp32) never exist. With a frozen head the backward pass is one product. A head that is
-    trained (full fine-tuning) has a gradient of its own, a sum over tokens in which each one counts
-    by what comes from above,
-
-        d loss / d W = sum_n  upstream_n (onehot(target_n) - softmax_n) h_n / temperature
-
-    so its backward pass makes the logits again, a chunk at a time.
-    """
-
-    CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32 logits at a time
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float):
-        rows = max(1, HeadLogprobs.CHUNK_ELEMENTS // weight.shape[0])
-        needs_gradient = ctx.needs_input_grad[0]
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        gradient = torch.empty_like(hidden) if needs_gradient else None
-        normalizers = torch.empty_like(logprobs)
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            logits = F.linear(hidden[part], weight).float().div_(temperature)  # (chunk, V)
-            top = logits.amax(-1, keepdim=True)
-            weights = logits.sub(top).exp_()  # the probabilities times Z: one pass of exp for all
-            Z = weights.sum(-1, keepdim=True)
-            normalizers[part] = normalizer = (top + Z.log()).squeeze(1)
-            target_logits = logits.gather(1, targets[part, None]).squeeze(1)
-            logprobs[part] = target_logits - normalizer
-            # H = -sum p log p = log sum exp(logits) - sum p * logit
-            entropy[part] = normalizer - torch.einsum("nv,nv->n", weights, logits) / Z.squeeze(1)
-            if needs_gradient:
-                expected = (weights.to(weight.dtype) @ weight) / Z
-                gradient[part] = (weight[targets[part]] - expected) / temperature
-        trained = (hidden, weight, targets, normalizers) if ctx.needs_input_grad[1] else ()
-        ctx.save_for_backward(gradient, *trained)
-        ctx.temperature, ctx.rows = temperature, rows
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor, _):
-        gradient, *trained = ctx.saved_tensors
-        if gradient is not None:
-            gradient = upstream[:, None].to(gradient.dtype) * gradient
-        if not trained:
-            return gradient, None, None, None
-        hidden, weight, targets, normalizers = trained
-        upstream = upstream / ctx.temperature
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            logits = F.linear(hidden[part], weight).float().div_(ctx.temperature)
-            # From here on, in place: d loss / d logits * temperature, (chunk, V).
-            logits.sub_(normalizers[part, None]).exp_().mul_(-upstream[part, None])
-            logits.scatter_add_(1, targets[part, None], upstream[part, None])
-            weight_gradient.addmm_(logits.T, hidden[part].float())
-        return gradient, weight_gradient.to(weight.dtype), None, None

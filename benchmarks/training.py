@@ -15,8 +15,9 @@ all ways share, of random weights:
 
     ours         model.token_logprobs as train.py calls it (it also computes the entropy)
     peft         as TRL does: padded, logits at every position of the completions
-    peft, lean   the same with a head by hand: logits only where a token carries loss
-    full         this project, every weight trained (rectangles alone)
+    peft, lean   the same with a head by hand: logits only where a token carries loss (ragged)
+    full         this project, every weight trained (rectangles)
+    without ...  ours on the ragged group, one thing that makes it fast undone (--works savings)
 
 The peer's ragged group is padded to the longest of a micro-batch of 16 (tiny) or 4 (slice, where
 the logits of 16 would not fit). Ways alternate, after a first round that warms up (of the slice,
@@ -39,6 +40,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import peft  # noqa: E402
@@ -47,9 +49,10 @@ import transformers  # noqa: E402
 import tyro  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from lora import LoRAConfig, inject_lora, lora_parameters  # noqa: E402
-from model import Qwen3, Qwen3Config  # noqa: E402
-from packing import pack  # noqa: E402
+from head import HeadLogprobs  # noqa: E402
+from lora import LoRAConfig, LoRALinear, inject_lora, lora_parameters  # noqa: E402
+from model import Layer, Qwen3, Qwen3Config, RMSNorm  # noqa: E402
+from packing import gather, pack  # noqa: E402
 
 COMMON = {"max_position_embeddings": 40_960, "rope_theta": 1e6, "tie_word_embeddings": True}
 SHAPES = {
@@ -69,7 +72,7 @@ SHAPES = {
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 8, 32.0
 MICRO = {"tiny": 16, "slice": 4}  # rows of a micro-batch of the peer on ragged work
-REPEATS = {("tiny", "rectangles"): 15, ("tiny", "ragged"): 9}  # else 2 and 1
+REPEATS = {("tiny", "rectangles"): 15, ("tiny", "ragged"): 9, ("tiny", "savings"): 9}  # else 2, 1
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -232,6 +235,50 @@ def check_equal(ways: list[Way], work: Work) -> dict[str, float]:
     return gaps
 
 
+# --- one thing undone -----------------------------------------------------------------------------
+
+layer_of_wanted_rows = Layer.forward
+
+
+def whole_layer(layer, x, cos, sin, place, rows=None) -> Tensor:
+    out = layer_of_wanted_rows(layer, x, cos, sin, place)
+    return out if rows is None else gather(out, rows)
+
+
+def plain_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * normed.to(x.dtype)
+
+
+def plain_update(layer: LoRALinear, name: str, x: Tensor) -> Tensor:
+    narrow = torch.nn.functional.linear(x, layer.lora_A[name]) * layer.scaling[name]
+    return torch.nn.functional.linear(narrow, layer.lora_B[name])
+
+
+UNDONE = {
+    "sharing": patch("packing.common", lambda one, other: 0),
+    "a last layer of wanted rows": patch.object(Layer, "forward", whole_layer),
+    "a norm's gradient by hand": patch.object(RMSNorm, "forward", plain_norm),
+    "B by rank": patch.object(LoRALinear, "update", plain_update),
+    "blocks of the vocabulary": patch.object(HeadLogprobs, "BLOCK", (110, 1 << 20)),
+}
+
+
+def ways_without(ours: Way) -> list[Way]:
+    def loss_without(change) -> Callable[[Qwen3, Work], Tensor]:
+        def loss(model: Qwen3, work: Work) -> Tensor:
+            with change:
+                return loss_of_ours(model, work)
+
+        return loss
+
+    return [
+        Way(f"without {name}", ours.model, dict(ours.parameters), loss_without(change), 16)
+        for name, change in UNDONE.items()
+    ]
+
+
 # --- FLOPs ----------------------------------------------------------------------------------------
 
 
@@ -241,7 +288,7 @@ def flops(shape: str, way: Way, work: Work) -> float:
     for start in range(0, len(work.ids), way.rows):
         part = work.rows(slice(start, start + way.rows))
         S, T = part.ids.shape
-        if way.loss is loss_of_ours:
+        if isinstance(way.model, Qwen3):
             packing = pack(part.ids, part.mask)
             rows, last_rows = rows + len(packing.ids), last_rows + len(packing.wanted)
             pairs += visible_pairs(packing.every, packing.lengths)
@@ -333,6 +380,7 @@ def compare(shape: str, work: Work, ways: list[Way], repeats: int) -> list[dict]
     for way in ways:
         median = statistics.median(times[way.name])
         ratios = [their / our for their, our in zip(times[way.name], times["ours"], strict=True)]
+        # Of what is undone there are no FLOPs of its own: those of ours, in another time.
         done = flops(shape, way, work)
         row = {
             "benchmark": "training",
@@ -359,7 +407,7 @@ def compare(shape: str, work: Work, ways: list[Way], repeats: int) -> list[dict]
 
 def print_table(rows: list[dict]) -> None:
     print(
-        "| shape | work | way | s a step | tok/s | time against ours | GFLOP | GFLOP/s | MFU |"
+        "| shape | work | way | s a step | tok/s | ours is faster by | GFLOP | GFLOP/s | MFU |"
         "\n|---|---|---|---|---|---|---|---|---|"
     )
     for row in rows:
@@ -378,7 +426,7 @@ def print_table(rows: list[dict]) -> None:
 
 def main(
     shape: tyro.conf.Positional[Literal["tiny", "slice"]],
-    works: tuple[Literal["rectangles", "ragged"], ...] = ("rectangles", "ragged"),
+    works: tuple[Literal["rectangles", "ragged", "savings"], ...] = ("rectangles", "ragged"),
     threads: int = 1,
     repeats: int | None = None,
 ) -> None:
@@ -405,10 +453,13 @@ def main(
     ways = ways_on(shape, full="rectangles" in works)
     for name in works:
         torch.manual_seed(1)
-        work = {"rectangles": rectangles, "ragged": ragged}[name](SHAPES[shape]["vocab_size"])
-        several = [way for way in ways if way.name != "full" or name == "rectangles"]
+        work = (rectangles if name == "rectangles" else ragged)(SHAPES[shape]["vocab_size"])
+        other = {"rectangles": "peft, lean", "ragged": "full"}.get(name)
+        several = [way for way in ways if way.name != other]
+        if name == "savings":
+            several = [ways[0], *ways_without(ways[0])]
         count = repeats or REPEATS.get((shape, name), 2 if name == "rectangles" else 1)
-        rows += [setting | row for row in compare(shape, work, several, count)]
+        rows += [setting | row | {"work": name} for row in compare(shape, work, several, count)]
         ways = [way for way in ways if way.name != "full"]  # its memory is needed now
     for row in rows:
         print(json.dumps({k: v for k, v in row.items() if k != "ratios"}), flush=True)

@@ -55,8 +55,8 @@ def test_grpo_imports_torch_alone():
 
 
 def test_the_model_knows_its_experts_and_checkpoints_alone():
-    assert imports(parsed("model.py")) & OURS == {"checkpoint", "experts", "packing"}
-    for file in ("experts.py", "packing.py"):
+    assert imports(parsed("model.py")) & OURS == {"checkpoint", "experts", "head", "packing"}
+    for file in ("experts.py", "head.py", "packing.py"):
         assert imports(parsed(file)) - set(sys.stdlib_module_names) == {"torch"}
 
 

@@ -22,7 +22,8 @@ from tiny import (
 )
 from torch.overrides import TorchFunctionMode
 
-from model import HeadLogprobs, KVCache, Qwen3, Qwen3Config, RMSNorm
+from head import HeadLogprobs
+from model import KVCache, Qwen3, Qwen3Config, RMSNorm
 
 # --- the computation ------------------------------------------------------------------------------
 
@@ -186,12 +187,12 @@ def test_more_tokens_than_the_cache_holds_are_an_error():
 
 
 @contextmanager
-def chunks_of(elements: int):
-    before, HeadLogprobs.CHUNK_ELEMENTS = HeadLogprobs.CHUNK_ELEMENTS, elements
+def blocks_of(*block: int):
+    before, HeadLogprobs.BLOCK = HeadLogprobs.BLOCK, block
     try:
         yield
     finally:
-        HeadLogprobs.CHUNK_ELEMENTS = before
+        HeadLogprobs.BLOCK = before
 
 
 def trainable(model: Qwen3, everything: bool = False) -> list[torch.Tensor]:
@@ -210,12 +211,12 @@ def random_mask(S: int, T: int, seed: int) -> torch.Tensor:
     S=st.integers(1, 3),
     T=st.integers(2, 10),
     temperature=st.sampled_from([0.5, 1.0, 1.3]),
-    elements=st.sampled_from([1, 60, 1 << 25]),  # one token a chunk, a few, all
+    block=st.sampled_from([(1, 1), (3, 4), (2, 99), (99, 3), (1024, 8192)]),
     everything=st.booleans(),
     seed=seeds,
 )
 def test_token_logprobs_equal_the_naive_log_softmax(
-    config, S, T, temperature, elements, everything, seed
+    config, S, T, temperature, block, everything, seed
 ):
     """In value and in every gradient; the head's own too (tied or not), where it is trained."""
     model, ids = tiny_model(config, seed), tiny_tokens(config, S, T, seed)
@@ -225,12 +226,12 @@ def test_token_logprobs_equal_the_naive_log_softmax(
     naive = everything.gather(-1, ids[:, 1:, None]).squeeze(-1) * mask
     naive_entropy = -(everything.exp() * everything).sum(-1) * mask
     naive_gradients = torch.autograd.grad((naive * weights).sum(), parameters)
-    with chunks_of(elements):
+    with blocks_of(*block):
         logprobs, entropy = model.token_logprobs(ids, mask, temperature)
     close(logprobs, naive)
     close(entropy, naive_entropy)
     assert not entropy.requires_grad
-    with chunks_of(1 if elements > 60 else 60):  # the backward pass keeps the chunks it began with
+    with blocks_of(*reversed(block)):
         gradients = torch.autograd.grad((logprobs * weights).sum(), parameters)
     for gradient, expected in zip(gradients, naive_gradients, strict=True):
         close(gradient, expected, 1e-5 * float(expected.abs().max().clamp(min=1)))
@@ -276,7 +277,7 @@ def test_no_tensor_with_a_row_of_logits_is_kept_for_the_backward_pass(everything
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_logits_are_made_a_chunk_at_a_time_forwards_and_backwards(everything):
+def test_logits_are_made_a_block_at_a_time_forwards_and_backwards(everything):
     config = tiny_config(vocab_size=997)
     model, ids = tiny_model(config), tiny_tokens(config, 2, 9)
     trainable(model, everything)
@@ -288,11 +289,13 @@ def test_logits_are_made_a_chunk_at_a_time_forwards_and_backwards(everything):
             made.add(tuple(result.shape) if isinstance(result, torch.Tensor) else ())
             return result
 
-    with chunks_of(3 * 997), Shapes():
+    with blocks_of(3, 100), Shapes():
         logprobs, _ = model.token_logprobs(ids, torch.ones(2, 8))
         logprobs.sum().backward()
-    rows = {math.prod(shape) // 997 for shape in made if 997 in shape}
-    assert rows - {12} == {1, 3}  # 16 tokens are five chunks of three and one; 12: the head itself
+    # 16 tokens are five parts of three and one, 997 entries nine of 100 and one of 97.
+    assert {(3, 100), (1, 100), (3, 97), (1, 97)} <= made
+    wide = {shape for shape in made if math.prod(shape) > 300 and shape[-1] != 12}  # W, or of it
+    assert not {size for shape in wide for size in shape} & {97, 100, 997}
 
 
 def test_an_empty_mask_gives_zeros_and_zero_gradients():

@@ -75,6 +75,7 @@ def rounding(found: list, expected: list) -> None:
         close(one, other, 1e-5 * float(other.detach().abs().max().clamp(min=1)))
 
 
+@settings(max_examples=20)
 @given(
     config=st.one_of(tiny_configs(), tiny_moe_configs()),
     batch=stream_batches(),
@@ -101,6 +102,7 @@ def test_what_is_shared_or_packed_changes_neither_logprobs_nor_gradients(config,
     rounding(scores(model, ids, mask, weights), [logprobs, entropy, *gradients])
 
 
+@settings(max_examples=15)
 @given(config=tiny_configs(), batch=stream_batches(), seed=seeds)
 def test_order_and_split_of_streams_change_neither_logprobs_nor_gradients(config, batch, seed):
     model, (ids, mask) = tiny_model(config, seed), batch

@@ -32,8 +32,9 @@ from pathlib import Path
 import torch
 
 from config import Config
+from head import HeadLogprobs
 from lora import MODEL_FACTS, LoRAConfig, matrix_shape, target_names
-from model import HeadLogprobs, Qwen3, Qwen3Config
+from model import Qwen3, Qwen3Config
 from quant import BLOCK, SCALE_BLOCK
 
 QKV, FP32, ADAM = ("q_proj", "k_proj", "v_proj"), 4, 8
@@ -303,11 +304,11 @@ def layers(
 
 
 def head_bytes(shapes: Qwen3Config, dtype: str) -> int:
-    """Of one chunk of logits and what is made of it, see HeadLogprobs: fp32 logits and their
+    """Of one block of logits and what is made of it, see HeadLogprobs: fp32 logits and their
     exponentials."""
-    rows = max(1, HeadLogprobs.CHUNK_ELEMENTS // shapes.vocab_size)
+    rows, entries = HeadLogprobs.BLOCK
     narrow = 0 if dtype == "float32" else 2 * BYTES[dtype]  # before and after the fp32 softmax
-    return rows * shapes.vocab_size * (2 * FP32 + narrow)
+    return rows * min(entries, shapes.vocab_size) * (2 * FP32 + narrow)
 
 
 def trained_flops(
@@ -367,7 +368,7 @@ def memory(config: Config) -> dict[str, int]:
     how = {"checkpointing": config.gradient_checkpointing}
     kept = kept_bytes(shapes, lora, config.dtype, **counted, **how)
     parts["kept for the backward pass"] = kept
-    parts["logits, a chunk"] = head_bytes(shapes, config.dtype)
+    parts["logits, a block"] = head_bytes(shapes, config.dtype)
     streams = config.slots * (config.max_staleness + 1)  # of all batches under way
     cache = cache_bytes(shapes, streams, config.max_length, config.dtype)
     if embedded:
