@@ -118,7 +118,7 @@ def test_the_run_holds_no_mathematics():
 def test_an_environment_sees_messages_and_no_tokens(path):
     found = imports(parsed(path.relative_to(ROOT)))
     assert not found & (OURS - {"environments"})
-    judge = {"httpx"} if path.name == "judge.py" else set()
+    judge = {"aiohttp"} if path.name == "judge.py" else set()
     assert installed(found) <= {"huggingface_hub", "pyarrow"} | judge
 
 
