@@ -402,7 +402,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 "groups_skipped": int(equal_P.sum()),
                 "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
                 "staleness_max": staleness,
-                "seconds": time.monotonic() - clock[0],
+                "seconds": time.monotonic() - clock[0],  # of stages 1 to 5
                 "seconds_waiting": clock[1] - clock[0],
                 "sample_tokens_per_second": sampled / sample_seconds,
                 "train_tokens_per_second": sum(len(pair[0].token_ids) for pair in pairs)
