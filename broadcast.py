@@ -30,6 +30,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
@@ -44,7 +46,6 @@ CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 KEY = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
 VERSION = re.compile(r"v(\d{6,})")
-TEMPORARY = re.compile(r"\..+\.tmp-(\d+)")
 
 # The options of a PEFT config that change what an adapter computes -> the values implemented here.
 OFF = dict.fromkeys(
@@ -105,22 +106,30 @@ def save_adapter(
     temporary = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a dead process that had our id
     try:
-        temporary.mkdir()
-        (temporary / TENSOR_FILE).write_bytes(data)
-        (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-        for path in (temporary / TENSOR_FILE, temporary / CONFIG_FILE, temporary):
-            _fsync(path)
-        _, written = read_adapter(temporary)
-        for name, tensor in tensors.items():
-            if name not in written or not torch.equal(tensor, written[name]):
-                raise ValueError(f"{temporary}: {name} reads back other than it was written")
-        os.rename(temporary, directory)
-    except OSError as error:  # a failed write does not say where
-        raise OSError(error.errno, error.strerror, str(directory)) from error
+        with naming(directory):
+            temporary.mkdir()
+            (temporary / TENSOR_FILE).write_bytes(data)
+            (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+            for path in (temporary / TENSOR_FILE, temporary / CONFIG_FILE, temporary):
+                _fsync(path)
+            _, written = read_adapter(temporary)
+            for name, tensor in tensors.items():
+                if name not in written or not torch.equal(tensor, written[name]):
+                    raise ValueError(f"{temporary}: {name} reads back other than it was written")
+            os.rename(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
     _fsync(directory.parent)
     return directory
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A write that fails does not say where: inside, its OSError does."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -292,11 +301,6 @@ def publish(
         raise ValueError(f"version must be a whole number of at least 0, not {version!r}")
     if path.exists() or _retired(path).exists():
         raise FileExistsError(f"{path}: published before; a path is never used twice")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.iterdir():
-        match = TEMPORARY.fullmatch(leftover.name)
-        if match and not _is_alive(int(match[1])):
-            shutil.rmtree(leftover)
     return save_adapter(model, config, path, base_model)
 
 
@@ -307,10 +311,8 @@ def list_published(root: str | Path) -> list[Path]:
 
 
 def retire(path: str | Path) -> None:
-    """Deletes a published version, whole at once, when no request can name it any more.
-
-    A second call finishes what a crash broke off.
-    """
+    """Deletes a published version, whole at once, when no request can name it any more; a second
+    call finishes what a crash broke off."""
     path = Path(path).absolute()
     if not VERSION.fullmatch(path.name):
         raise ValueError(f"{path}: not a published version, which has a name like v000018")
@@ -320,15 +322,16 @@ def retire(path: str | Path) -> None:
         file.unlink()
 
 
+def clear(root: str | Path) -> None:
+    """Retires all that a writer left under `root` who is dead, the half-written and half-retired
+    too. For a root that nobody writes to, when no server can name its versions any more."""
+    for half_written in Path(root).glob(".v*.tmp-*"):
+        shutil.rmtree(half_written)
+    for half_retired in Path(root).glob(".v*.retired"):
+        retire(half_retired.with_name(half_retired.stem[1:]))
+    for path in list_published(root):
+        retire(path)
+
+
 def _retired(path: Path) -> Path:
     return path.with_name(f".{path.name}.retired")
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # signal 0 asks and sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's
-    return True

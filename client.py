@@ -64,6 +64,11 @@ def call(url: str, body: dict | None = None, timeout: float = 600.0) -> Answer:
         raise error.reason if isinstance(error.reason, OSError) else error from None
 
 
+def no_log() -> str:
+    """What can be said of a server that somebody else started."""
+    return "see its log"
+
+
 class VLLMEngine:
     """A client of one or more vLLM servers, with the interface of TorchEngine.
 
@@ -80,8 +85,6 @@ class VLLMEngine:
     Every failure is a RuntimeError that names the server, or what TorchEngine raises.
     """
 
-    NO_LOG = staticmethod(lambda: "see its log")
-
     def __init__(
         self,
         model: Qwen3,
@@ -89,12 +92,14 @@ class VLLMEngine:
         max_length: int = 1024,
         in_flight: int = 128,
         timeout: float = 600.0,
-        last_words: Callable[[], str] = NO_LOG,
+        last_words: Callable[[], str] = no_log,
     ):
         if not urls:
             raise ValueError("no server: name at least one URL")
         self.model, self.max_length, self.last_words = model, max_length, last_words
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"a server is named twice: {', '.join(self.urls)}")
         self.directories: dict[str, Path] = {}  # adapter -> where the servers read it
         self.used: set[str] = set()  # names and directories, also of adapters long gone
         self.sent: set[str] = set()  # names that a server may hold, also after half a failure
@@ -102,7 +107,7 @@ class VLLMEngine:
         self.timeout = timeout
         self.room = {url: asyncio.Semaphore(in_flight) for url in self.urls}
         self.session: aiohttp.ClientSession | None = None  # of the event loop that samples
-        self.base_names = {url: self.check(url) for url in self.urls}
+        self.base_names = {url: self.check(url) for url in self.urls}  # what each calls its base
 
     @property
     def adapters(self) -> list[str]:
@@ -130,14 +135,21 @@ class VLLMEngine:
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(self.failure(url, error)) from error
 
-    def check(self, url: str) -> str:
-        """The name under which a server serves its base model, if the run's settings fit."""
+    def served(self, url: str) -> tuple[list[str], str, int]:
+        """Names of a server's adapters, the name of its base, and the tokens that it holds."""
         answer = self.call(url, "/v1/models")
         try:
-            (base,) = [entry for entry in answer.json()["data"] if entry.get("parent") is None]
-            name, length = base["id"], int(base["max_model_len"])
+            entries = answer.json()["data"]
+            (base,) = [entry for entry in entries if entry.get("parent") is None]
+            adapters = [entry["id"] for entry in entries if entry is not base]
+            return adapters, base["id"], int(base["max_model_len"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RuntimeError(f"{url} answers {answer.status}, but not as vLLM does") from None
+
+    def check(self, url: str) -> str:
+        """The name under which a server serves its base model. RuntimeError for a server that is
+        none, that holds fewer tokens than an episode, or that loads no adapters at run time."""
+        _, name, length = self.served(url)
         if length < self.max_length:
             raise RuntimeError(
                 f"{url} holds {length} tokens, an episode may have {self.max_length}; start it "
@@ -158,9 +170,10 @@ class VLLMEngine:
         the tensors', fewer columns, NaN) is refused here, before a server sees it.
         """
         directory = Path(directory).absolute()
-        for once in (name, str(directory)):
-            if once in self.used or once in self.base_names.values():
-                raise ValueError(f"{once}: used before; a server may answer from its old cache")
+        taken = self.used | set(self.base_names.values())
+        for key in (name, str(directory)):
+            if key in taken:
+                raise ValueError(f"{key}: used before; a server may answer from its old cache")
         lora.check_adapter(self.model, name, *read_adapter(directory))
         body = {"lora_name": name, "lora_path": str(directory)}
         self.used |= {name, str(directory)}
@@ -176,7 +189,7 @@ class VLLMEngine:
         """Unloads an adapter everywhere; refused while a request in flight names it. Only then may
         its directory go: a server that looks for it in vain dies."""
         if name not in self.directories:
-            raise KeyError(f"no adapter named {name!r}")
+            raise ValueError(f"no adapter named {name!r}; the servers hold {self.adapters}")
         if self.requests[name]:
             raise RuntimeError(
                 f"adapter {name!r} is in use by {self.requests[name]} unfinished requests"
@@ -194,10 +207,10 @@ class VLLMEngine:
     def forget(self, prefix: str) -> list[str]:
         """Unloads what a dead attempt of a run left on the servers: names that start so."""
         held = [
-            (url, entry["id"])
+            (url, name)
             for url in self.urls
-            for entry in self.call(url, "/v1/models").json()["data"]
-            if entry.get("parent") is not None and entry["id"].startswith(prefix)
+            for name in self.served(url)[0]
+            if name.startswith(prefix)
         ]
         for url, name in held:
             self.unload(url, name)
@@ -207,17 +220,17 @@ class VLLMEngine:
         """Nothing: a server's cache goes with the adapter's name."""
 
     async def close(self) -> None:
-        """Leaves the servers as they were found; what is still in flight is aborted."""
+        """Leaves the servers as they were found, or says what may be left on them; what is still
+        in flight is aborted."""
         if self.session:
             await self.session.close()
         self.timeout = min(self.timeout, 5.0)  # a server that hangs has been waited for enough
-        for url in self.urls:
-            for name in sorted(self.sent):
+        for name in sorted(self.sent):
+            for url in self.urls:
                 try:
                     self.unload(url, name)
-                except RuntimeError:
-                    print(f"{url} is gone, so its adapters are")
-                    break
+                except RuntimeError as error:  # its first line: what a log says was told before
+                    print(f"{name} may stay at {url}: {str(error).partition(chr(10))[0]}")
 
     # Sampling.
 
@@ -227,7 +240,7 @@ class VLLMEngine:
         (vllm#48421)."""
         check_request(request, self.model.config.vocab_size, self.max_length)
         name, position = request.adapter, len(request.prompt_ids)
-        if name not in (self.directories or {None: None}):
+        if name not in self.directories and (name is not None or self.directories):
             raise ValueError(f"no adapter named {name!r}; the servers hold {self.adapters}")
         limit = min(request.max_new_tokens, self.max_length - position)
         seed = random.getrandbits(63) if request.seed is None else request.seed
@@ -314,8 +327,8 @@ class VLLMEngine:
                 if answer.status == 200:
                     return answer
                 problem = f"{url} answers {answer.status}: {refusal(answer)}"
-                if "not JSON compliant" in problem:
-                    raise FloatingPointError(f"adapter {body['model']!r} gives NaN or infinity")
+                if "not JSON compliant" in problem:  # as vLLM says that a logprob is NaN
+                    raise FloatingPointError(f"asked for {body['model']!r}, {problem}")
                 if answer.status not in BUSY:
                     raise RuntimeError(problem)
             if pause is not None:

@@ -39,6 +39,11 @@ COMMANDS = ("eval_only", "plan", "plan_device", "rehearse", "output", "resume") 
 LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
 
 
+def vllm_rank(rank: int) -> int:
+    """The smallest --max-lora-rank that takes adapters of a rank (none does beyond 512)."""
+    return next((size for size in VLLM_RANKS if size >= rank), rank)
+
+
 @dataclass(frozen=True)
 class Config:
     """Trains a LoRA adapter by reinforcement learning and writes it as a PEFT directory."""

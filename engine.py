@@ -47,6 +47,8 @@ from broadcast import read_adapter
 from model import KVCache, Qwen3
 from segments import Stack, use_rows
 
+# --- what every engine takes and gives, VLLMEngine too -------------------------------------------
+
 
 @dataclass(frozen=True)
 class Request:
@@ -217,7 +219,7 @@ class TorchEngine:
         self.seeds = np.random.default_rng()
         self.task: asyncio.Task | None = None
 
-    servers = 1
+    servers = 1  # as VLLMEngine.servers counts them: the trainer's probe asks each
 
     def name_of(self, server: int) -> str:
         return "the embedded engine"
@@ -242,7 +244,10 @@ class TorchEngine:
         # An adapter that is never paged out is never compared: publishing does not pay for it.
         identity = b"" if self.max_adapters is None else fingerprint(config, tensors)
         adapter = Adapter(Path(directory).absolute(), identity)
-        if self.make_room():
+        leaving = self.who_leaves()
+        if leaving is not None:
+            for other in leaving:
+                self.page_out(other)
             lora.add_adapter(self.model, name, config, tensors)
             adapter.in_memory, adapter.used = True, self.steps
         self.registered[name] = adapter
@@ -258,17 +263,15 @@ class TorchEngine:
 
     # Paging: which of the registered adapters are in memory.
 
-    def make_room(self) -> bool:
-        """Room for one more adapter in memory, if need be that of the one used least recently;
-        False if live requests need all that are there."""
+    def who_leaves(self) -> list[str] | None:
+        """Who would make room in memory for one more adapter: nobody while there is some, else the
+        one used least recently; None if live requests need all that are there."""
         inside = [name for name, adapter in self.registered.items() if adapter.in_memory]
         if self.max_adapters is None or len(inside) < self.max_adapters:
-            return True
+            return []
         live = {stream.request.adapter for stream in self.live if stream}
         idle = [name for name in inside if name not in live]
-        if idle:
-            self.page_out(min(idle, key=lambda name: self.registered[name].used))
-        return bool(idle)
+        return [min(idle, key=lambda name: self.registered[name].used)] if idle else None
 
     def page_out(self, name: str) -> None:
         lora.remove_adapter(self.model, name)
@@ -282,7 +285,8 @@ class TorchEngine:
         adapter = self.registered.get(name)
         if adapter is None or adapter.in_memory:  # None: the base
             return True
-        if not self.make_room():
+        leaving = self.who_leaves()
+        if leaving is None:
             return False
         try:
             config, tensors = read_adapter(adapter.directory)
@@ -295,6 +299,8 @@ class TorchEngine:
                 f"adapter {name!r}: {adapter.directory} has changed since it was added, and keys "
                 "and values that it computed are cached; publish under a new name and path"
             )
+        for other in leaving:  # now that there is something to take its place
+            self.page_out(other)
         lora.add_adapter(self.model, name, config, tensors)
         adapter.in_memory = True
         return True
@@ -524,10 +530,11 @@ class TorchEngine:
         tokens, logprobs = (x.cpu().numpy() for x in drawn)
         finite = np.isfinite(logprobs)
         if not finite.all():
-            row = finite.argmin()
-            raise FloatingPointError(
-                f"adapter {streams[row].request.adapter!r} gives logits that are not finite, "
-                f"at position {positions[row]} of a stream"
+            for row in np.flatnonzero(~finite):
+                self.expel(streams[row])
+            streams = [streams[row] for row in np.flatnonzero(finite)]
+            slots, positions, tokens, logprobs = (
+                x[finite] for x in (slots, positions, tokens, logprobs)
             )
         self.tokens[slots, positions] = tokens
         for stream, token, logprob in zip(streams, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -538,3 +545,18 @@ class TorchEngine:
                 self.leave(stream)
                 reason = "stop" if stopped else "length"
                 stream.future.set_result(Completion(stream.token_ids, stream.logprobs, reason))
+
+    def expel(self, stream: Stream) -> None:
+        """Ends a stream whose logits are not finite; its neighbours, of other adapters or of
+        another run, go on. A masked key has weight 0, but 0 times NaN is NaN: nothing of it may
+        stay in the slot."""
+        slot = stream.slot
+        error = FloatingPointError(
+            f"adapter {stream.request.adapter!r} gives logits that are not finite, at position "
+            f"{self.lengths[slot]} of a stream"
+        )
+        self.leave(stream)
+        self.lengths[slot] = self.used[slot] = 0
+        self.cache.keys[:, slot] = self.cache.values[:, slot] = 0
+        if not stream.future.done():
+            stream.future.set_exception(error)

@@ -45,10 +45,10 @@ def trainable(model: nn.Module) -> dict[str, Parameter]:
 
 
 def check_finite(model: nn.Module) -> None:
-    """ValueError, with its name, for a weight that holds NaN or infinity."""
-    for name, tensor in model.state_dict().items():
+    """ValueError, with its name, for a trained parameter that holds NaN or infinity."""
+    for name, tensor in trainable(model).items():
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds NaN or infinity, so the model is not used any further")
+            raise ValueError(f"{name} holds NaN or infinity, so it is neither used nor saved")
 
 
 def save_weights(model: nn.Module, directory: Path) -> None:

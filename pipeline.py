@@ -47,7 +47,7 @@ class Pipeline:
         """Those that a batch under way names, which must not be retired."""
         return {version for version, _ in self.under_way.values()}
 
-    def run(self, coroutine: Coroutine) -> Awaitable:
+    def on_sampler(self, coroutine: Coroutine) -> Awaitable:
         """The coroutine where the sampler's client lives; with a thread it starts at once."""
         if self.loop is None:
             return coroutine
@@ -64,19 +64,18 @@ class Pipeline:
         """
         for ahead in range(batch, min(batch + self.staleness + 1, end)):
             if ahead not in self.under_way:
-                self.under_way[ahead] = batch, self.run(timed(play(ahead)))
+                self.under_way[ahead] = batch, self.on_sampler(timed(play(ahead)))
         episodes = await self.under_way[batch][1]
         del self.under_way[batch]
         return episodes
 
-    async def drop(self) -> int:
-        """Cancels all batches under way, waits until they have ended; returns their number."""
-        number, started = len(self.under_way), [future for _, future in self.under_way.values()]
+    async def drop(self) -> None:
+        """Cancels all batches under way, and waits until they have ended."""
+        started = [future for _, future in self.under_way.values()]
         self.under_way.clear()
         if self.loop is not None:
-            await self.run(cancel_others())
+            await self.on_sampler(cancel_others())
             await asyncio.gather(*started, return_exceptions=True)  # nobody asks for them any more
-        return number
 
     async def __aenter__(self) -> "Pipeline":
         if self.staleness:

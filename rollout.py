@@ -11,8 +11,9 @@ Nothing is decoded and encoded again: re-encoding gives other tokens now and the
 rewrite earlier turns (Qwen3's drops their <think>), so the trainer would score another stream than
 the one that was sampled. Text exists beside the stream, to be parsed and read.
 
-An engine is whatever has `await generate(request)`, `add_adapter`, `remove_adapter` and `adapters`.
-There are two: TorchEngine (engine.py), embedded, and VLLMEngine (client.py), which asks servers.
+An engine is whatever has `await generate(request)`, add_adapter, remove_adapter, adapters and
+max_length; for the trainer also drop_cache, and for its probe servers and name_of. There are two:
+TorchEngine (engine.py), embedded, and VLLMEngine (client.py), which asks servers.
 
 Axes: P prompts (groups), G samples per group.
 """
@@ -24,19 +25,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from chat import Tokenizer, answer_call, parse_tool_calls
-from client import VLLMEngine
-from engine import Completion, Request, TorchEngine, derive_seed
-
-__all__ = [
-    "Completion",
-    "Request",
-    "TorchEngine",
-    "Trajectory",
-    "VLLMEngine",
-    "derive_seed",
-    "run_episode",
-    "run_groups",
-]
+from client import VLLMEngine as VLLMEngine  # "as": whoever plays imports an engine from here
+from engine import Completion, Request, derive_seed
+from engine import TorchEngine as TorchEngine
 
 # --- the agent loop ------------------------------------------------------------------------------
 
@@ -186,4 +177,5 @@ async def run_groups(
     finally:
         for episode in episodes:
             episode.cancel()  # means nothing to those that are done
+        await asyncio.gather(*episodes, return_exceptions=True)  # none goes on behind our back
     return [played[p * group_size : (p + 1) * group_size] for p in range(len(tasks))]

@@ -29,15 +29,13 @@ import resource
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from broadcast import load_adapter, save_adapter
-from config import RESUMABLE, VLLM_RANKS, to_toml
+from broadcast import load_adapter, naming, save_adapter
+from config import RESUMABLE, to_toml, vllm_rank
 from full import load_weights, save_model, save_weights
 from lora import LoRAConfig, lora_parameters
 
@@ -73,6 +71,7 @@ class Run:
 
     def write_facts(self) -> None:
         facts = {key: getattr(self, key) for key in ("run_id", "attempt", "episodes_started")}
+        facts["directory"] = str(self.directory.resolve())  # a copy elsewhere is another run
         write_json(self.directory / "run.json", facts)
 
     def release(self) -> None:
@@ -108,22 +107,40 @@ def open_run(config, name: str) -> Run:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
         lock = hold(directory)
         facts = json.loads((directory / "run.json").read_text())
-        started = facts["episodes_started"]
-        run = Run(directory, facts["run_id"], facts["attempt"] + 1, episodes_started=started)
+        copied = facts.get("directory") not in (None, str(directory.resolve()))
+        run_id, started = new_id() if copied else facts["run_id"], facts["episodes_started"]
+        run = Run(directory, run_id, facts["attempt"] + 1, episodes_started=started)
+        remove_leftovers(directory)
     else:
         number = 1
         while not config.output and directory.exists():
             number += 1
             directory = Path(f"runs/{name}-{number}")
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if directory.exists() and not (directory.is_dir() and is_fresh(directory)):
             raise ValueError(f"{directory}: not empty; add --resume or name another --output")
         directory.mkdir(parents=True, exist_ok=True)
         lock = hold(directory)
-        run = Run(directory, f"{random.SystemRandom().getrandbits(32):08x}")
+        run = Run(directory, new_id())
     run.lock = lock
-    (run.directory / "config.toml").write_text(to_toml(config))
     run.write_facts()
+    write_whole(run.directory / "config.toml", to_toml(config))  # last: it says that there is a run
     return run
+
+
+def new_id() -> str:
+    return f"{random.SystemRandom().getrandbits(32):08x}"
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what a killed process of the run had half written, but for its broadcasts."""
+    for leftover in (*directory.glob(".*.tmp*"), *directory.glob("checkpoints/.*.tmp*")):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def is_fresh(directory: Path) -> bool:
+    """Whether no run has begun in it; one that was killed while it opened it leaves these files."""
+    begun = {".lock", "run.json", ".run.json.tmp", ".config.toml.tmp"}
+    return {path.name for path in directory.iterdir()} <= begun
 
 
 def hold(directory: Path) -> int:
@@ -144,21 +161,16 @@ def hold(directory: Path) -> int:
     return descriptor
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A write that fails does not say where: inside, its OSError does."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_json(file: Path, content: dict) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Beside, then renamed: after a kill there is the old file or the new one."""
     beside = file.with_name(f".{file.name}.tmp")
     with naming(file):
-        beside.write_text(json.dumps(content, indent=2) + "\n")
+        beside.write_text(text)
         beside.replace(file)
+
+
+def write_json(file: Path, content: dict) -> None:
+    write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def append_row(file: Path, row: dict) -> None:
@@ -178,7 +190,8 @@ def cut_back(file: Path, step: int) -> None:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
-OF_AN_ATTEMPT = ("directory", "attempt", "episodes_started", "lock")  # of a Run, in no checkpoint
+# Of a Run, in no checkpoint.
+OF_AN_ATTEMPT = ("directory", "run_id", "attempt", "episodes_started", "lock")
 
 
 def step_of(checkpoint: Path) -> int:
@@ -242,6 +255,8 @@ PANELS = {
     "entropy": "entropy",
     "mismatch_max": "largest |trainer - sampler| logprob",
 }
+# Not `vllm serve`, which the CPU build of 0.32 lacks: it asks for a distribution called vllm.
+VLLM = "python -m vllm.entrypoints.openai.api_server"
 RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before and eval_after hold
 
 
@@ -404,7 +419,7 @@ def finish(
         f"  its episodes    python tools/viewer.py {run.directory}"
     )
     if lora:
-        max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+        max_rank = vllm_rank(lora.rank)
         nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on
         four_bits = (
             ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
@@ -416,7 +431,7 @@ def finish(
             f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
             f'"{config.model}"{four_bits if nf4 else ""}), "{trained}")\n'
             f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
-            f"vllm serve {config.model} --enable-lora --max-lora-rank {max_rank} "
+            f"{VLLM} --model {config.model} --enable-lora --max-lora-rank {max_rank} "
             f"--lora-modules agent={trained.resolve()}",
             flush=True,
         )
@@ -424,7 +439,7 @@ def finish(
         print(
             f"the model is a Hugging Face checkpoint of {trained_bytes / 1e6:.2f} MB:\n"
             f'  transformers   AutoModelForCausalLM.from_pretrained("{trained}")\n'
-            f"  vLLM           vllm serve {trained}",
+            f"  vLLM           {VLLM} --model {trained}",
             flush=True,
         )
 

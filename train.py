@@ -46,17 +46,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from broadcast import list_published, publish, retire
+from broadcast import clear, publish, retire
 from chat import Tokenizer, load_tokenizer
-from config import VLLM_RANKS, Config, check_config, eval_draws, parse_config
-from distributed import (
-    Ranks,
-    check_ranks,
-    follow,
-    follows,
-    leading,
-    recruit,
-)
+from config import Config, check_config, eval_draws, parse_config, vllm_rank
+from distributed import LostRank, Ranks, check_ranks, follow, follows, leading, recruit
 from full import check_finite
 from grpo import group_advantages
 from lora import LoRAConfig
@@ -79,7 +72,7 @@ from run import (
 from start import check_prompts, load_environments, load_replica, start_run
 from update import (
     MISMATCH_ALARM,
-    MISMATCH_BOUND,
+    Probe,
     loss_and_backward,
     micro_batches,
     self_check,
@@ -111,13 +104,9 @@ def outcome_of(environment, episode: Trajectory) -> str:
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def largest_gap(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
 @dataclass
 class Trainer:
-    """What a run holds, and the three things it does with its engine."""
+    """What a run holds, and what it does with its engine."""
 
     config: Config
     environment: Any
@@ -132,7 +121,7 @@ class Trainer:
     pipeline: Pipeline = field(default_factory=Pipeline)
     adapter: str | None = None  # the newest version, by the engine's name for it
     alive: dict[int, tuple[str, Path]] = field(default_factory=dict)  # version -> name, directory
-    probed: list[tuple] = field(default_factory=list)  # what each server sampled, and our logprobs
+    probes: dict[int, Probe] = field(default_factory=dict)  # server -> the one to compare with
 
     def __post_init__(self):
         self.ranks = Ranks(self.model, self.optimizer, self.frozen)
@@ -146,14 +135,12 @@ class Trainer:
         shipped; keys and values that the weights before computed are forgotten.
         """
         if self.lora is None:
-            check_finite(self.model)
             self.engine.drop_cache()
             return
         run = self.run
         if not self.alive:
             for attempt in (run.directory / "broadcasts").glob("attempt_*"):
-                for path in list_published(attempt):
-                    retire(path)
+                clear(attempt)
         broadcasts = run.directory / "broadcasts" / f"attempt_{run.attempt}"
         path = publish(self.model, self.lora, broadcasts, run.step, self.config.model)
         self.adapter = f"{run.run_id}-{run.attempt}-{run.step}"
@@ -167,34 +154,31 @@ class Trainer:
     async def probe(self) -> None:
         """Asks every server for one short completion by the new version, and scores it.
 
-        RuntimeError unless sampler and trainer agree, and if a server still answers as the version
-        before although the trainer's logprobs have moved.
+        RuntimeError for a server whose logprobs are other than the trainer's, and for one that
+        stays behind: which of the two is found when, update.py: Probe says.
         """
         prompt = self.tokenizer.prompt_ids(self.held_out, self.held_out.eval[0])
-        bound, before, self.probed = MISMATCH_BOUND[self.config.dtype], self.probed, []
         for server in range(self.engine.servers):
             request = Request(prompt, PROBE_TOKENS, PROBE_TEMPERATURE, self.adapter, seed=server)
-            answer = await self.pipeline.run(self.engine.generate(request))
+            answer = await self.pipeline.on_sampler(self.engine.generate(request))
             ours = self.logprobs(prompt, answer.token_ids, PROBE_TEMPERATURE)
-            problem, stale = None, False
-            if before and before[server][0].token_ids == answer.token_ids:
-                # Not bit for bit: what a server has in its cache moves the last bits.
-                moved = largest_gap(ours, before[server][1])
-                theirs = largest_gap(answer.logprobs, before[server][0].logprobs)
-                stale = moved > bound / 10 and theirs < moved / 10
-            if stale:
-                problem = "it still serves the version before"
-            elif largest_gap(ours, answer.logprobs) > bound:
+            mixture = bool(self.model.config.num_experts)
+            probe = Probe(self.run.step, answer, ours, self.config.dtype, mixture)
+            before = self.probes.setdefault(server, probe)
+            followed, problem = probe.has_followed(before), None
+            if followed is False:
+                problem = f"it still serves version {before.version}, or one soon after it"
+            elif probe.differs_from(ours):
                 problem = "it serves another model or dtype, or another adapter under this name"
-                plain = self.logprobs(prompt, answer.token_ids, 1.0)
-                if largest_gap(plain, answer.logprobs) <= bound:
+                if not probe.differs_from(self.logprobs(prompt, answer.token_ids, 1.0)):
                     problem = "it ignores the temperature; --logprobs-mode processed_logprobs"
             if problem:
                 raise RuntimeError(
                     f"{self.engine.name_of(server)} does not sample what was published as version "
                     f"{self.run.step} (logprobs {answer.logprobs}, the trainer's {ours}): {problem}"
                 )
-            self.probed.append((answer, ours))
+            if followed:
+                self.probes[server] = probe
         self.engine.drop_cache(self.adapter)
 
     @torch.no_grad()
@@ -245,7 +229,7 @@ class Trainer:
         tasks = self.held_out.eval[: self.config.eval_size]
         what = (self.held_out, tasks, *eval_draws(self.config), "evaluating")
         version = {"adapter": self.adapter, "version": self.run.step}
-        groups = await self.pipeline.run(self.play(*what, step=self.run.step, **version))
+        groups = await self.pipeline.on_sampler(self.play(*what, step=self.run.step, **version))
         episodes = [episode for group in groups for episode in group]
         outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
         result = {
@@ -283,14 +267,14 @@ def set_up(config: Config) -> Trainer:
     return Trainer(*parts, frozen, Pipeline(config.max_staleness))
 
 
-def vllm_client(config: Config, model, urls, last_words=VLLMEngine.NO_LOG) -> VLLMEngine:
+def vllm_client(config: Config, model, urls, *last_words) -> VLLMEngine:
     slots = config.slots * (config.max_staleness + 1)  # of all batches under way
-    settings = (config.max_length, slots, config.vllm_timeout)
-    return VLLMEngine(model, urls, *settings, last_words)
+    return VLLMEngine(model, urls, config.max_length, slots, config.vllm_timeout, *last_words)
 
 
-async def start_server(trainer: Trainer, stack: AsyncExitStack) -> None:
-    """A client for the run, of its servers or of one that starts now; both end with `stack`."""
+async def connect_sampler(trainer: Trainer, stack: AsyncExitStack) -> None:
+    """A client of the run's servers, or of one that starts now. With `stack` end, in this order,
+    the batches under way, the client, its thread and the server."""
     from tools.vllm_server import TorchServer, VLLMServer  # the launcher stands beside the core
 
     config, run = trainer.config, trainer.run
@@ -299,16 +283,19 @@ async def start_server(trainer: Trainer, stack: AsyncExitStack) -> None:
         settings |= {"slots": config.slots * (config.max_staleness + 1)}
         settings |= {"max_length": config.max_length, "threads": config.sampler_threads}
         if config.engine == "vllm":
-            rank = next(rank for rank in VLLM_RANKS if rank >= config.rank)
-            settings |= {"max_lora_rank": rank, "versions": config.max_staleness + 2}
+            settings |= {"versions": config.max_staleness + 2}
+            settings |= {"max_lora_rank": vllm_rank(config.rank)}
             server = VLLMServer(config.model, run.directory / "vllm.log", **settings)
         else:
             server = TorchServer(config.model, run.directory / "serve.log", **settings)
         await stack.enter_async_context(server)
         trainer.engine = vllm_client(config, trainer.model, [server.url], server.last_words)
-    await stack.enter_async_context(trainer.pipeline)
-    stack.push_async_callback(lambda: trainer.pipeline.run(trainer.engine.close()))
-    trainer.engine.forget(f"{run.run_id}-")  # of an attempt that died; its directories go after it
+    pipeline = await stack.enter_async_context(trainer.pipeline)
+    stack.push_async_callback(lambda: pipeline.on_sampler(trainer.engine.close()))
+    stack.push_async_callback(pipeline.drop)
+    # What an attempt that died left: names before directories (publish clears them), since a server
+    # that looks for a directory in vain dies.
+    trainer.engine.forget(f"{run.run_id}-")
 
 
 async def train(config: Config) -> None:
@@ -336,7 +323,7 @@ async def evaluate_within(config: Config, stack: AsyncExitStack) -> None:
     stack.callback(run.release)
     try:
         if not isinstance(trainer.engine, TorchEngine):
-            await start_server(trainer, stack)
+            await connect_sampler(trainer, stack)
         trainer.publish()
         await trainer.probe()
         result, episodes = await trainer.evaluate()
@@ -353,12 +340,12 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
     """The loop; what it starts ends with `stack`."""
     started = time.monotonic()
     trainer = set_up(config)
-    run, model, environment = trainer.run, trainer.model, trainer.environment
+    run, model, ranks, environment = trainer.run, trainer.model, trainer.ranks, trainer.environment
     stack.callback(run.release)
     whole, step = True, run.step  # whole: parameters, run.step and rows are of one moment
     try:
         if not isinstance(trainer.engine, TorchEngine):
-            await start_server(trainer, stack)
+            await connect_sampler(trainer, stack)
         trainer.publish()
         await trainer.probe()
         if not run.eval_before:
@@ -393,15 +380,17 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             episodes = [episode for group in groups for episode in group]
             sampled = sum(sum(episode.loss_mask) for episode in episodes)
             batches = micro_batches(pairs, config.micro_tokens, "cpu")
-            arguments = (model, batches, sampled, config, trainer.frozen, trainer.ranks)
-            metrics = loss_and_backward(*arguments)
+            metrics = loss_and_backward(model, batches, sampled, config, trainer.frozen, ranks)
             # 5 step
-            metrics["grad_norm"] = trainer.ranks.everywhere(step_together, run.step, config)
+            whole = False
+            try:
+                metrics["grad_norm"] = ranks.everywhere(step_together, run.step, config)
+            except (FloatingPointError, LostRank):  # of the gradients: nothing has moved
+                whole = True
+                raise
             clock.append(time.monotonic())
-            # 6 publish
-            whole, run.step, run.episodes = False, step, run.episodes + len(episodes)
-            trainer.publish()
-
+            check_finite(model)
+            run.step, run.episodes = step, run.episodes + len(episodes)
             row = {
                 "step": step,
                 "version": episodes[0].version,  # of which both rewards speak
@@ -413,7 +402,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 "groups_skipped": int(equal_P.sum()),
                 "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
                 "staleness_max": staleness,
-                "seconds": time.monotonic() - clock[0],
+                "seconds": time.monotonic() - clock[0],  # of stages 1 to 5
                 "seconds_waiting": clock[1] - clock[0],
                 "sample_tokens_per_second": sampled / sample_seconds,
                 "train_tokens_per_second": sum(len(pair[0].token_ids) for pair in pairs)
@@ -426,7 +415,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             for episode, advantage in read[: config.group_size if shows_group(step) else 2]:
                 sample = sample_row(run, episode, advantage, outcome_of(environment, episode))
                 append_row(run.directory / "samples.jsonl", sample)
-            whole = True
+            whole = True  # so a server that is gone costs the run, and not the step
             print(step_line(row, run, config), flush=True)
             metric, bound = MISMATCH_ALARM[config.dtype]
             if not staleness and row[metric] > bound:
@@ -435,6 +424,8 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                     f"stays below {bound}; see experiments/mismatch.md",
                     file=sys.stderr,
                 )
+            # 6 publish
+            trainer.publish()
             await trainer.probe()
             if run.step % config.save_every == 0:
                 save_checkpoint(run, model, trainer.lora, trainer.optimizer)
@@ -442,9 +433,8 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
     except (ValueError, RuntimeError, ArithmeticError) as error:
         raise RuntimeError(f"{run.directory}, step {step}: {error}") from error
     finally:
-        # However the loop ended, what a user would want to keep is kept. Ctrl-C cancels it at an
-        # await, so before stage 2; what fails in stage 6 leaves the last checkpoint as it is.
-        await trainer.pipeline.drop()
+        # However the loop ended, what a user would want to keep is kept, before any await that a
+        # second Ctrl-C could end. What fails in stage 5 leaves the last checkpoint as it is.
         if whole:
             seconds = time.monotonic() - started
             finish(run, model, trainer.lora, trainer.optimizer, config, seconds, PANELS)

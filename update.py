@@ -5,7 +5,9 @@
                                  padded right      metrics (grpo.py)     not at all
 
 How a step's trajectories are split changes neither loss nor gradient: every token weighs the same,
-one over the number of sampled tokens of the whole step. Stages 4 and 5 of train.py's loop.
+one over the number of sampled tokens of the whole step. Stages 4 and 5 of train.py's loop, and how
+it finds out whether the sampler computes the same policy: before the first step (self_check), at
+every version (Probe).
 
 Axes: S sequences, T tokens.
 """
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ from full import trainable
 from grpo import kl_estimates, kl_loss, mismatch_metrics, policy_loss
 from lora import use_adapters
 from model import Qwen3
-from rollout import Trajectory
+from rollout import Completion, Trajectory
 
 REFERENCE = "reference"  # the frozen copy of --init-adapter, by its name among the adapters
 # Largest difference of a logprob between trainer and sampler that rounding explains, see
@@ -33,6 +36,9 @@ MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
 # What a step's mismatch may reach before it is an alarm. In bfloat16 the largest of many tokens has
 # a heavy tail; a sampler that serves the base has a KL of 3e-2, rounding one of 1e-4.
 MISMATCH_ALARM = {"float32": ("mismatch_max", 1e-3), "bfloat16": ("mismatch_kl", 2e-3)}
+# How far the trainer's logprobs of a probe must have moved before rounding cannot hide whether the
+# server's have: ten times what it is in fp32, more than it is for 99 tokens in 100 in bf16.
+PROBE_MOVED = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 @dataclass
@@ -184,11 +190,12 @@ def step_together(ranks: Ranks, step: int, config: Config) -> float:
 
 
 def optimizer_step(model, optimizer, step: int, config: Config) -> float:
-    """Stage 5: clips the gradient, which must be finite, steps, clears; returns its norm."""
+    """Stage 5: clips the gradient, steps, clears; returns its norm. FloatingPointError, and nothing
+    has moved, for a gradient that is not finite."""
     parameters = {n: p for n, p in trainable(model).items() if p.grad is not None}
     for name, parameter in parameters.items():
         if not torch.isfinite(parameter.grad).all():
-            raise RuntimeError(
+            raise FloatingPointError(
                 f"the gradient of {name} is not finite; version {step} is kept; try a lower --lr"
             )
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm).item()
@@ -220,3 +227,39 @@ def self_check(
     if largest > MISMATCH_BOUND[config.dtype]:
         raise RuntimeError(f"trainer and sampler differ by {largest} a logprob: two policies")
     return f"self-check: the {start}; trainer and sampler differ by at most {largest:.0e} a logprob"
+
+
+@dataclass
+class Probe:
+    """A server's short completion by a version, and the trainer's logprobs of its tokens.
+
+    It finds a server of another model, dtype or temperature at once, if a logprob differs by more
+    than MISMATCH_BOUND; and one that stays behind, with the base or an old version, once the
+    trainer's own have moved by PROBE_MOVED. In fp32 at the default learning rate that takes a step;
+    in bf16, or where a step moves little, many, so a probe is kept until it can be compared with.
+    """
+
+    version: int
+    answer: Completion
+    ours: list[float]
+    dtype: str
+    mixture: bool
+
+    def gap(self, ours: list[float], theirs: list[float]) -> float:
+        """The largest difference; the median for a mixture: where a router chooses otherwise
+        (experts.py), single tokens are far apart."""
+        gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        return median(gaps) if self.mixture else max(gaps)
+
+    def differs_from(self, logprobs: list[float]) -> bool:
+        return self.gap(logprobs, self.answer.logprobs) > MISMATCH_BOUND[self.dtype]
+
+    def has_followed(self, before: "Probe") -> bool | None:
+        """Whether the server moved along with the trainer since; None: it cannot be told yet."""
+        if self.answer.token_ids != before.answer.token_ids:
+            return True  # draws are the seed's, so whoever stays behind samples equal tokens
+        moved = self.gap(self.ours, before.ours)
+        if moved <= PROBE_MOVED[self.dtype]:
+            return None
+        # Not by 0: what else a server computes at the time moves the last bits.
+        return self.gap(self.answer.logprobs, before.answer.logprobs) > moved / 4

@@ -2,12 +2,13 @@
 
     .venv/bin/python benchmarks/faults.py --rounds 60 --result benchmarks/faults.json
 
-Five kinds of rounds in turn, each with its own `undisturbed` run of the same small job before:
+Six kinds of rounds in turn, each with its own `undisturbed` run of the same small job before:
 
     trainer, in turns      python train.py; bit for bit the undisturbed run
     trainer, overlapped    with --max-staleness 1
     trainer, shared        on a server that was there before and stays
     sampler                overlapped; the server that the run started is killed, the run must end
+    supervisor             overlapped; what watches that server is killed, the run must end
     server                 in turns, on a server that was there before; killed and started anew
 
 After every kill: no process of the run is left, every published version is complete, and a server
@@ -48,6 +49,7 @@ KINDS = {  # what is killed -> flags of the run
     "trainer, overlapped": OVERLAPPED,
     "trainer, shared": ["--engine", "vllm"],
     "sampler": OVERLAPPED,
+    "supervisor": OVERLAPPED,
     "server": ["--engine", "vllm"],
 }
 MARK = "FAULTS_RUN"  # in the environment of a run and so of all that it starts
@@ -58,6 +60,10 @@ LIMIT = 300.0  # seconds for what takes ten
 def is_server(command: str) -> bool:
     """Whether it is tools/serve.py itself, not what watches it."""
     return "serve.py" in command and "--supervise" not in command
+
+
+def is_supervisor(command: str) -> bool:
+    return "--supervise" in command
 
 
 def server_process(url: str) -> int:
@@ -176,9 +182,9 @@ async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
         job.wait_for(int(moment), process)
         time.sleep(moment % 1 * reference.seconds[int(moment)])
         victims = [process.pid] if kind.startswith("trainer") else []
-        if kind == "sampler":
-            everyone = job.processes().items()
-            victims = [number for number, line in everyone if is_server(line)]
+        if kind in ("sampler", "supervisor"):
+            wanted = is_server if kind == "sampler" else is_supervisor
+            victims = [number for number, line in job.processes().items() if wanted(line)]
         if kind == "server":
             victims = [server_process(shared.url)]
         for victim in victims:

@@ -19,12 +19,10 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +36,7 @@ from broadcast import publish  # noqa: E402
 from lora import LoRAConfig, inject_lora, lora_parameters  # noqa: E402
 from model import Qwen3  # noqa: E402
 from rollout import Request, VLLMEngine  # noqa: E402
-from tools.vllm_server import VLLMServer  # noqa: E402
+from tools.vllm_server import TorchServer, VLLMServer  # noqa: E402
 
 MODEL = ROOT / "assets" / "tiny-qwen3"
 # (requests of a round, tokens of a prompt, new tokens): the default job's turns, and longer ones
@@ -97,27 +95,6 @@ class Straight:
     async def close(self) -> None:
         for _, writer in self.connections:
             writer.close()
-
-
-@asynccontextmanager
-async def serve_torch(log: Path):
-    """tools/serve.py in a process of its own; its URL."""
-    command = [sys.executable, str(ROOT / "tools" / "serve.py"), str(MODEL)]
-    command += ["--slots", str(IN_FLIGHT), "--max-length", str(MAX_LENGTH)]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
-    try:
-        yield (await asyncio.to_thread(process.stdout.readline)).split()[-1]
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@asynccontextmanager
-async def serve_vllm(log: Path):
-    """A vLLM as a run starts it; its URL."""
-    async with VLLMServer(str(MODEL), log, max_length=MAX_LENGTH, slots=IN_FLIGHT) as server:
-        yield server.url
 
 
 async def measure(name: str, url: str, engine: Recording, shape: tuple[int, int, int]) -> dict:
@@ -214,20 +191,21 @@ async def main() -> None:
     inject_lora(model, LoRAConfig())
     for parameter in lora_parameters(model).values():
         torch.nn.init.normal_(parameter.data, std=0.05)
-    servers = {"tools/serve.py": serve_torch}
+    servers = {"tools/serve.py": TorchServer}
     if find_spec("vllm"):
-        servers["vLLM"] = serve_vllm
+        servers["vLLM"] = VLLMServer
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         directory = publish(model, LoRAConfig(), Path(scratch) / "broadcasts", 1)
         header = f"{'server':<16}{'tokens':<12}{'VLLMEngine':>12}{'straight':>12}{'ratio':>8}"
         print(f"{header}  [quartiles]     CPU ms a request, each   tokens/s")
-        for name, serve in servers.items():
-            async with serve(Path(scratch) / "server.log") as url:
-                engine = Recording(model, [url], MAX_LENGTH, IN_FLIGHT)
+        for name, server_of in servers.items():
+            log, settings = Path(scratch) / "server.log", {"slots": IN_FLIGHT}
+            async with server_of(str(MODEL), log, max_length=MAX_LENGTH, **settings) as server:
+                engine = Recording(model, [server.url], MAX_LENGTH, IN_FLIGHT)
                 engine.add_adapter("published", directory)
                 for shape in SHAPES:
-                    rows.append(await measure(name, url, engine, shape))
+                    rows.append(await measure(name, server.url, engine, shape))
                 await engine.close()
     result = setting | {"rows": rows}
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

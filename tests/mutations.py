@@ -326,6 +326,21 @@ MUTATIONS = (
         "test_scale.py::test_samples_of_one_question_are_no_independent_draws",
     ),
     Mutation(
+        "half an optimizer step is saved as a whole one",
+        "train.py",
+        "            whole = False\n            try:",
+        "            try:",
+        "test_train.py::test_half_a_step_is_no_step",
+    ),
+    Mutation(
+        "a sampler that stays behind is never found out",
+        "update.py",
+        "before.answer.logprobs) > moved / 4",
+        "before.answer.logprobs) >= 0",
+        "test_train.py::test_a_sampler_that_stays_behind_is_found_once_the_trainer_has_moved_"
+        "and_a_good_one_never",
+    ),
+    Mutation(
         "the plan gives frozen matrices a gradient",
         "tools/plan.py",
         "costs.backward += product * arrives + product * full",

@@ -23,7 +23,15 @@ from tiny import (
 )
 
 import broadcast
-from broadcast import list_published, load_adapter, publish, read_adapter, retire, save_adapter
+from broadcast import (
+    clear,
+    list_published,
+    load_adapter,
+    publish,
+    read_adapter,
+    retire,
+    save_adapter,
+)
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, use_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:rank .* is larger")
@@ -395,16 +403,26 @@ def test_what_does_not_read_back_as_it_was_written_is_not_published(tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()  # its process id is free now
-    dead, alive = (tmp_path / f".v000003.tmp-{pid}" for pid in (child.pid, os.getppid()))
-    for leftover in (dead, alive):
-        leftover.mkdir()
-        (leftover / "adapter_model.safetensors").write_bytes(b"half")
-    assert list_published(tmp_path) == []
-    publish(adapted(), LORA, tmp_path, 4)
-    assert not dead.exists() and alive.exists()
+def test_what_a_dead_writer_left_is_cleared_and_what_a_living_one_writes_is_left_alone(tmp_path):
+    """By who takes its place: publishing into a root touches nothing of another writer."""
+    whole, retired = (publish(adapted(), LORA, tmp_path, version) for version in (0, 1))
+    half_written = tmp_path / ".v000003.tmp-4711"
+    half_retired = tmp_path / ".v000001.retired"
+    half_written.mkdir()
+    (half_written / "adapter_model.safetensors").write_bytes(b"half")
+    retired.rename(half_retired)  # and then killed, before it was emptied
+    assert list_published(tmp_path) == [whole]
+    fourth = publish(adapted(), LORA, tmp_path, 4)
+    assert contents(half_written) and contents(half_retired)
+    for _ in range(2):  # twice is once
+        clear(tmp_path)
+        left = {".v000000.retired", ".v000001.retired", ".v000004.retired"}
+        assert {path.name for path in tmp_path.iterdir()} == left
+        assert not any(contents(path) for path in tmp_path.iterdir())
+    for version in (0, 1, 4):
+        with pytest.raises(FileExistsError, match="published before"):
+            publish(adapted(), LORA, tmp_path, version)
+    assert publish(adapted(), LORA, tmp_path, 3).is_dir() and not fourth.exists()
 
 
 def test_all_bytes_are_on_the_disk_before_the_name_is_and_the_name_before_the_return(
@@ -458,8 +476,9 @@ def kill_writers(root: Path) -> None:
         for path, trained in zip(published, (old, new)[: len(published)], strict=True):
             assert same(trained, read_adapter(path)[1]), path
         outcomes.append(len(published))
-        publish(old, lora, place, 2)  # removes what the dead one left
-        assert all(path in published or path.name == "v000002" for path in place.iterdir())
+        clear(place)  # as who comes next does
+        assert {path.name for path in place.iterdir()} == {f".{p.name}.retired" for p in published}
+        assert not [file for path in place.iterdir() for file in path.iterdir()]
     assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2}
     print(outcomes.count(1), outcomes.count(2))
 

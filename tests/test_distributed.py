@@ -4,6 +4,7 @@ Ranks are forked, meet by gloo and hold tiny models. The tests at the end run to
 does.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ import update
 from config import Config, check_config
 from distributed import LostRank, Ranks
 from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters, merge_lora
+from tools.vllm_server import TorchServer
 
 
 def free_port() -> int:
@@ -416,18 +418,17 @@ def test_ctrl_c_and_bad_input_are_answered_by_rank_0_alone(tmp_path):
 @pytest.mark.slow
 def test_a_sharded_run_samples_elsewhere_and_learns_the_same(tmp_path):
     """tools/serve.py answers as vLLM does."""
-    serve = [sys.executable, str(ROOT / "tools" / "serve.py"), str(BASE)]
-    server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
-    try:
-        url = server.stdout.readline().split()[-1]
-        flags = [*SHORT, "--steps", "2", "--engine", "vllm", "--vllm-url", url, "--kl", "0.01"]
-        outputs = [tmp_path / "whole", tmp_path / "sharded"]
-        done(torchrun(1, *flags, "--output", outputs[0]))
-        more = ["--shard-base", "--gradient-checkpointing"]
-        printed = done(torchrun(2, *flags, *more, "--output", outputs[1]))
-    finally:
-        server.terminate()
-        server.wait()
+    outputs = [tmp_path / "whole", tmp_path / "sharded"]
+
+    async def both() -> str:
+        async with TorchServer(str(BASE), tmp_path / "serve.log") as server:
+            flags = [*SHORT, "--steps", "2", "--engine", "vllm", "--kl", "0.01"]
+            flags += ["--vllm-url", server.url]
+            done(torchrun(1, *flags, "--output", outputs[0]))
+            more = ["--shard-base", "--gradient-checkpointing"]
+            return done(torchrun(2, *flags, *more, "--output", outputs[1]))
+
+    printed = asyncio.run(both())
     assert "changes no bit" in printed
     assert_runs_agree(*outputs)
     assert json.loads((outputs[1] / "summary.json").read_text())["eval_after"] is not None

@@ -178,7 +178,7 @@ def test_a_run_leaves_a_checkpoint_where_the_adapter_would_be(straight):
     assert summary["model_bytes"] == (output / "model/model.safetensors").stat().st_size
     transformers, vllm = straight.printed.getvalue().splitlines()[-2:]
     assert f'AutoModelForCausalLM.from_pretrained("{output}/model")' in transformers
-    assert f"vllm serve {output}/model" in vllm
+    assert f"vllm.entrypoints.openai.api_server --model {output}/model" in vllm
 
 
 def test_the_model_that_a_run_leaves_is_the_trained_one(straight, tmp_path, fields):

@@ -103,7 +103,7 @@ def test_a_run_starts_its_server_for_a_rank_that_vllm_takes(monkeypatch, rank, r
         engine=None, config=fields, run=SimpleNamespace(directory=Path("run"))
     )
     with pytest.raises(InterruptedError):
-        asyncio.run(train.start_server(trainer, contextlib.AsyncExitStack()))
+        asyncio.run(train.connect_sampler(trainer, contextlib.AsyncExitStack()))
     settings = {"max_lora_rank": rounded, "slots": 5, "max_length": 99, "dtype": "bfloat16"}
     settings |= {"device": "cpu", "threads": 0, "versions": 2}
     assert seen == [("m", Path("run/vllm.log"), settings)]
@@ -234,6 +234,17 @@ def test_an_engine_does_not_outlive_its_api_server(tmp_path):
     with running("", "", tmp_path) as (run, pids):
         os.kill(pids[1], signal.SIGKILL)  # as when memory runs out
         assert eventually(lambda: not any(map(is_running, pids[1:])))
+        assert run.poll() is None
+
+
+@needs_proc
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not tell")
+def test_a_server_does_not_outlive_a_supervisor_that_is_killed(tmp_path):
+    """Nor the run's knowledge of it: its server is gone at once, not when the run ends."""
+    ending = "signal.signal(signal.SIGTERM, lambda *_: (engine.kill(), sys.exit()))"
+    with running("", ending, tmp_path) as (run, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        assert eventually(lambda: not any(map(is_running, pids)))
         assert run.poll() is None
 
 

@@ -4,6 +4,7 @@ And the agent loop, with a scripted engine in the model's place."""
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -417,7 +418,56 @@ def test_the_context_cuts_a_turn(published):
     assert {completion.finish_reason for completion in full} == {"length"}
 
 
-def test_an_error_reaches_every_caller_and_leaves_nothing_behind(published):
+def overflowing(directory, seed: int):
+    """An adapter whose numbers are finite, and what it computes is not."""
+    model = tiny_model(CONFIG)
+    inject_lora(model, LoRAConfig(rank=2))
+    randomise_adapter(model, seed, size=1e30)
+    return save_adapter(model, LoRAConfig(rank=2), directory)
+
+
+@settings(max_examples=10)
+@given(
+    asked=st.lists(st.tuples(requests(), st.integers(0, 12)), min_size=2, max_size=7),
+    slots=st.integers(1, 6),
+    bad=st.sets(st.integers(0, 6), min_size=1),
+)
+def test_an_adapter_that_overflows_fails_its_own_requests_alone(
+    published, tmp_path_factory, asked, slots, bad
+):
+    """Neighbours of other adapters, and of another run, neither end nor change, and nothing bad
+    stays in the cache."""
+    directory = overflowing(tmp_path_factory.mktemp("bad") / "x", seed=slots)
+    engine = make_engine(published | {"bad": directory}, slots)
+    arriving = [
+        (replace(request, adapter="bad") if place in bad else request, delay)
+        for place, (request, delay) in enumerate(asked)
+    ]
+
+    async def one(request, delay):
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        return await engine.generate(request)
+
+    async def everyone():
+        work = (one(*pair) for pair in arriving)
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    answers = asyncio.run(asyncio.wait_for(everyone(), 10))
+    for (request, _), answer in zip(arriving, answers, strict=True):
+        if request.adapter == "bad":
+            assert isinstance(answer, FloatingPointError) and "adapter 'bad'" in str(answer)
+        else:
+            check(engine.model, request, answer)
+    assert not engine.unfinished()
+    good = [request for request, _ in arriving if request.adapter != "bad"]
+    for request, completion in zip(good, play(engine, good), strict=True):
+        check(engine.model, request, completion)
+
+
+@pytest.mark.parametrize("failure", [FloatingPointError, RuntimeError])
+def test_an_error_reaches_every_caller_and_leaves_nothing_behind(published, failure, monkeypatch):
+    """Of the model, of which every stream suffers, or of the program."""
     engine = make_engine(published, slots=2)
     weight = engine.model.model.layers[0].self_attn.v_proj.base.weight
     whole = weight.clone()
@@ -426,10 +476,18 @@ def test_an_error_reaches_every_caller_and_leaves_nothing_behind(published):
         requests = [Request([1, 2, i] * 5, 5, adapter="b", seed=i) for i in range(5)]
         return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
-    weight.fill_(float("nan"))
-    answers = asyncio.run(asyncio.wait_for(everyone(), 10))
-    assert [type(answer) for answer in answers] == [FloatingPointError] * 5
-    assert "adapter 'b'" in str(answers[0]) and "position 15" in str(answers[0])
+    def fail(*arguments):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        if failure is RuntimeError:
+            patch.setattr(engine, "decode", fail)
+        else:
+            weight.fill_(float("nan"))
+        answers = asyncio.run(asyncio.wait_for(everyone(), 10))
+    assert [type(answer) for answer in answers] == [failure] * 5
+    if failure is FloatingPointError:
+        assert "adapter 'b'" in str(answers[0]) and "position 15" in str(answers[0])
     weight.copy_(whole)
     # No NaN may stay in the cache: the short stream's slot is read as far as the long one's.
     short, long = (Request([1, 2, 3] * n, 5, adapter="b", seed=n) for n in (1, 6))
@@ -896,8 +954,7 @@ def test_one_failing_episode_ends_them_all(tokenizer):
     async def failing():
         with pytest.raises(RuntimeError, match="no more"):
             await groups_of(tokenizer, engine)
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1
+        assert len(asyncio.all_tasks()) == 1  # they have ended, not only been told to
 
     asyncio.run(failing())
 

@@ -309,10 +309,14 @@ def test_a_directory_that_is_no_longer_the_same_fails_its_own_requests_alone(
     async def everyone():
         return await asyncio.gather(*map(engine.generate, asked), return_exceptions=True)
 
+    left = []
+    page_out = engine.page_out
+    engine.page_out = lambda name: left.append(name) or page_out(name)
     good, bad, also_good, base = asyncio.run(everyone())
     assert isinstance(bad, RuntimeError) and message in str(bad) and str(directory) in str(bad)
     for request, completion in ((asked[0], good), (asked[2], also_good), (asked[3], base)):
         check(reference, request, completion)
+    assert in_memory(engine) == ["b"] and not left  # for what could not be read nobody leaves
     engine.remove_adapter("a")
     engine.add_adapter("a", published["a"])
     check(reference, asked[1], play(engine, [asked[1]])[0])

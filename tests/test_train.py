@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -33,12 +34,13 @@ from hypothesis import strategies as st
 from tiny import close, randomise_adapter, seeds, tiny_config, tiny_model
 
 import broadcast
+import distributed
 import train
 import update
 from config import COMMANDS, Config, read_toml, to_toml
 from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
-from rollout import Trajectory
+from rollout import Completion, Trajectory
 
 ROOT = Path(train.__file__).parent
 BASE = ROOT / "assets" / "tiny-qwen3"
@@ -132,6 +134,10 @@ def refusal(arguments: list) -> str:
 def rows_of(output: Path, file: str = "metrics.jsonl") -> list[dict]:
     rows = [json.loads(line) for line in (output / file).read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def rows_so_far(output: Path) -> list[dict]:
+    return rows_of(output) if (output / "metrics.jsonl").is_file() else []
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -282,7 +288,10 @@ def test_the_last_lines_tell_how_to_load_the_adapter(straight):
     assert page.endswith(f"python tools/viewer.py {straight.output}")
     assert ask.endswith(f"python tools/viewer.py --chat {straight.output / 'adapter'}")
     assert "PeftModel.from_pretrained(" in peft and str(straight.output / "adapter") in peft
-    assert "vllm serve" in vllm and str(straight.output / "adapter") in vllm
+    assert (
+        "vllm.entrypoints.openai.api_server --model" in vllm
+        and str(straight.output / "adapter") in vllm
+    )
 
 
 def test_the_adapter_to_deploy_is_the_last_version_that_was_published(straight):
@@ -422,6 +431,21 @@ def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, small, monk
     again(output)
     assert_equal_runs(output, straight.output, 4)
     assert [path.parent.name for path in live_versions(output)] == ["attempt_2"]
+
+
+def test_what_killed_attempts_had_half_written_is_removed(tmp_path, small, straight):
+    output = go(tmp_path / "run", small, steps=2)
+    attempt = output / "broadcasts" / "attempt_1"
+    for name in ("..adapter.tmp.tmp-71", ".reference.tmp-71", "checkpoints/.step_000009.tmp"):
+        (output / name / "deeper").mkdir(parents=True)
+    for name in (".v000003.tmp-71", ".v000001.retired"):
+        (attempt / name).mkdir(exist_ok=True)
+        (attempt / name / "adapter_config.json").touch()
+    (output / ".summary.json.tmp").touch()
+    again(output, "--steps", "4")
+    assert not [path for path in output.rglob("*") if ".tmp" in path.name]
+    assert not contents(attempt)  # retired versions hold nothing
+    assert_equal_runs(output, straight.output, 4)
 
 
 # --- from an adapter on ---------------------------------------------------------------------------
@@ -654,6 +678,49 @@ def test_the_learning_rate_warms_up_and_the_gradient_is_clipped():
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-3)
 
 
+@given(
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+    st.floats(0.01, 3.0),
+    st.integers(0, 30),
+    seeds,
+)
+def test_a_sampler_that_stays_behind_is_found_once_the_trainer_has_moved_and_a_good_one_never(
+    dtype, mixture, pace, stuck, seed
+):
+    """Logprobs of eight tokens that drift, and a sampler with noise of its own that stops at a
+    version, the base or a later one."""
+    enough, draw = update.PROBE_MOVED[dtype], random.Random(seed)
+    directions = [draw.choice([-1, 1]) * draw.uniform(0.5, 1) for _ in range(8)]
+
+    def trainer(version):
+        return [-3 + version * pace * enough * direction for direction in directions]
+
+    def sampler(version):
+        noise = 0.1 * enough
+        return [logprob + draw.uniform(-noise, noise) for logprob in trainer(version)]
+
+    def probes(of_sampler):
+        before, found = None, []
+        for version in range(stuck + 1 + 2 * math.ceil(4 / pace)):
+            answer = Completion([1] * 8, sampler(of_sampler(version)), "length")
+            probe = update.Probe(version, answer, trainer(version), dtype, mixture)
+            followed = probe.has_followed(before or probe)
+            found.append(followed)
+            if followed is False:
+                break
+            before = probe if followed or before is None else before
+        return found
+
+    assert False not in probes(lambda version: version)
+    found = probes(lambda version: min(version, stuck))
+    assert found[-1] is False and len(found) > stuck
+    # Other tokens are those of another version.
+    one, other = (Completion([token] * 8, trainer(0), "length") for token in (1, 2))
+    first = update.Probe(0, one, trainer(0), dtype, mixture)
+    assert update.Probe(9, other, trainer(9), dtype, mixture).has_followed(first)
+
+
 # --- failure --------------------------------------------------------------------------------------
 
 
@@ -712,6 +779,38 @@ def test_an_adapter_that_is_not_finite_is_neither_published_nor_saved(
     assert checkpoints(output) == ["step_000001", "step_000002"]
     again(output)
     assert_equal_runs(output, straight.output, 4)
+
+
+def test_half_a_step_is_no_step(tmp_path, small, monkeypatch, straight):
+    """The memory, or a second Ctrl-C, ends it between two parameters: nothing of it is saved."""
+    output, step = tmp_path / "run", torch.optim.Adam.step
+
+    def halfway(optimizer):
+        step(optimizer)
+        if len(rows_so_far(output)) == 2:
+            raise RuntimeError("out of memory")
+
+    (tmp_path / "c.toml").write_text(to_toml(Config(**small | {"save_every": 100})))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", halfway)
+        message = refusal(["--config", tmp_path / "c.toml", "--output", output])
+    assert "step 3: out of memory" in message and not (output / "checkpoints").exists()
+    again(output)
+    assert_equal_runs(output, straight.output, 4)
+
+
+def test_gradients_that_come_to_nothing_cost_no_step(tmp_path, small, monkeypatch):
+    """A rank that dies before the optimizer has moved anything."""
+    output = tmp_path / "run"
+
+    def lose(ranks):
+        if len(rows_so_far(output)) == 2:
+            raise distributed.LostRank("another rank died")
+
+    (tmp_path / "c.toml").write_text(to_toml(Config(**small | {"save_every": 100})))
+    monkeypatch.setattr(distributed.Ranks, "reduce_gradients", lose)
+    message = refusal(["--config", tmp_path / "c.toml", "--output", output])
+    assert "step 3: another rank died" in message and checkpoints(output) == ["step_000002"]
 
 
 @pytest.mark.parametrize(
@@ -1088,7 +1187,7 @@ def test_ctrl_c_in_a_terminal_and_on_again(tmp_path, number):
     finished = subprocess.run(
         [*command, "--steps", str(steps), "--resume"], stdout=subprocess.PIPE, text=True, check=True
     )
-    assert f"resumed after step {done}" in finished.stdout and "vllm serve" in finished.stdout
+    assert f"resumed after step {done}" in finished.stdout and "--lora-modules" in finished.stdout
     assert [row["step"] for row in rows_of(output)] == list(range(1, steps + 1))
     assert json.loads((output / "summary.json").read_text())["eval_after"] is not None
 

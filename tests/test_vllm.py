@@ -356,6 +356,17 @@ def test_a_server_that_hangs_stops_the_wait(server, tmp_path):
     asyncio.run(ask())
 
 
+def test_a_server_and_its_engine_do_not_outlive_a_supervisor_that_is_killed(tmp_path):
+    import psutil
+
+    with serving(tmp_path / "vllm.log") as server:
+        supervisor = psutil.Process(server.process.pid)
+        others = supervisor.children(recursive=True)
+        assert len(others) >= 2  # the API server and its engine
+        supervisor.kill()
+        assert psutil.wait_procs(others, timeout=60)[1] == []
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """TorchEngine behind the few routes of vLLM that VLLMEngine calls: a sampler in its own process.
 
     run a ──┐
-    run b ──┼── HTTP ──► one event loop ──► TorchEngine: one model, one cache, adapters by name,
-    viewer ─┘                               a batch of whatever waits, of all runs
+    run b ──┴── HTTP ──► one event loop ──► TorchEngine: one model, one cache, adapters by name,
+                                            a batch of whatever waits, of all runs
 
     GET  /health                     200
     GET  /v1/models                  the base and the adapters that a request may name
@@ -19,16 +19,17 @@ other addresses than 127.0.0.1, and aborting a request whose client has gone: it
     python tools/serve.py assets/tiny-qwen3 --port 8000      for train.py --vllm-url
 """
 
-import argparse
 import asyncio
 import json
 import signal
 import sys
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
+import tyro  # noqa: E402
 
 from engine import Request, TorchEngine  # noqa: E402
 from model import Qwen3  # noqa: E402
@@ -55,8 +56,9 @@ class Server:
 
     async def start(self, port: int = 0) -> str:
         """Listens on 127.0.0.1 (port 0: on a free one); returns the URL."""
-        server = await asyncio.start_server(self.converse, "127.0.0.1", port, backlog=1024)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self.listener = await asyncio.start_server(self.converse, "127.0.0.1", port, backlog=1024)
+        self.url = f"http://127.0.0.1:{self.listener.sockets[0].getsockname()[1]}"
+        return self.url
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection: request after request until the client closes it."""
@@ -90,7 +92,7 @@ class Server:
             status, message = refused.args
         except FloatingPointError as error:  # in the words of vLLM, by which a client knows it
             status, message = 400, f"Out of range float values are not JSON compliant: {error}"
-        except (KeyError, TypeError, ValueError) as error:  # the request's fault
+        except (KeyError, TypeError, ValueError, OSError) as error:  # the request's fault
             status, message = 400, f"{type(error).__name__}: {error}"
         except (ArithmeticError, RuntimeError) as error:
             status, message = 500, f"{type(error).__name__}: {error}"
@@ -150,30 +152,32 @@ class Server:
         return {"unloaded": name}
 
 
-def main() -> None:
-    """Serves a model and its adapters to runs that name the server by --vllm-url."""
-    parser = argparse.ArgumentParser("tools/serve.py", description=main.__doc__)
-    parser.add_argument("model", help="checkpoint: a directory or a Hub id")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of an episode")
-    parser.add_argument("--slots", type=int, default=128, help="requests in a batch")
-    parser.add_argument(
-        "--max-adapters", type=int, help="in memory at once; the rest stays on disk"
-    )
-    options = parser.parse_args()
-    model = Qwen3.from_pretrained(options.model, getattr(torch, options.dtype), options.device)
-    engine = TorchEngine(
-        model.requires_grad_(False),
-        options.slots,
-        options.max_length,
-        max_adapters=options.max_adapters,
-    )
+def main(
+    model: tyro.conf.Positional[str],
+    port: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "cpu",
+    max_length: int = 512,
+    slots: int = 128,
+    max_adapters: int | None = None,
+) -> None:
+    """Serves a model and its adapters to runs that name the server by --vllm-url.
+
+    Args:
+        model: checkpoint, a directory or a Hub id.
+        port: where it listens, on this machine alone; 0 is a free one, which is printed.
+        dtype: the run's --dtype.
+        device: where to compute, cpu or cuda.
+        max_length: tokens of an episode.
+        slots: requests in a batch.
+        max_adapters: how many are in memory at once; the rest stays on disk.
+    """
+    base = Qwen3.from_pretrained(model, getattr(torch, dtype), device).requires_grad_(False)
+    engine = TorchEngine(base, slots, max_length, max_adapters=max_adapters)
 
     async def serve() -> None:
-        url = await Server(engine, options.model).start(options.port)
-        print(f"serving {options.model} at {url}", flush=True)
+        url = await Server(engine, model).start(port)
+        print(f"serving {model} at {url}", flush=True)
         await asyncio.Event().wait()  # until a signal
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -185,6 +189,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        tyro.cli(main)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools/serve.py: {error}") from None

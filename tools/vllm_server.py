@@ -5,10 +5,11 @@
                 └─ closes at any death of train.py: the supervisor ends the whole group
 
 A pipe, because a process that is killed with -9 can say nothing, but its pipes close; a group,
-because vLLM's engine is a process of its own that would outlive the API server. tools/serve.py is
-started and ended in the same way.
+because vLLM's engine is a process of its own that would outlive the API server. If the supervisor
+itself is killed, the kernel tells the server to end (Linux). tools/serve.py is started and ended in
+the same way.
 
-Every flag follows from the run: adapters on, a slot for each version that can be alive at once,
+Every flag follows from the run: adapters on, room for each version that can be alive at once,
 log-probabilities after temperature (vLLM's default ignores it), no sampling defaults from the
 checkpoint (Qwen3's generation_config.json would set top_p and top_k).
 
@@ -18,8 +19,8 @@ Left out on purpose: tensor and data parallelism (start vLLM with its own flags,
     python tools/vllm_server.py assets/tiny-qwen3 --port 8000       a server for several runs
 """
 
-import argparse
 import asyncio
+import ctypes
 import os
 import shlex
 import signal
@@ -32,14 +33,16 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+import tyro
 from tqdm import tqdm
 
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 START_LIMIT = 1800.0  # seconds; a large model may have to be downloaded first
 GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 
 
 def server_command(
-    model: str,
+    model: tyro.conf.Positional[str],
     *,
     port: int = 8000,
     max_lora_rank: int = 8,
@@ -49,10 +52,20 @@ def server_command(
     max_length: int = 512,
     slots: int = 128,
 ) -> list[str]:
-    """The command that serves `model` to a run.
+    """Serves a model to runs that name the server by --vllm-url; here, the command that does.
 
-    versions: adapters that requests may name at once, the staleness bound + 2. The module, not
-    `vllm serve`: that one asks for a distribution called vllm, and the CPU build has another name.
+    The module, not `vllm serve`: that one asks for a distribution called vllm, and the CPU build
+    has another name.
+
+    Args:
+        model: checkpoint, a directory or a Hub id.
+        port: where it listens, on this machine alone.
+        max_lora_rank: the largest --rank of a run, or above it one of 1, 8, 16, 32, 64, ...
+        versions: adapters that requests may name at once, for each run its --max-staleness + 2.
+        dtype: the run's --dtype.
+        device: cpu or cuda.
+        max_length: the run's --max-length.
+        slots: requests in a batch.
     """
     settings = {
         "model": model,
@@ -179,31 +192,27 @@ class VLLMServer(RunServer):
 
 
 class TorchServer(RunServer):
-    """tools/serve.py, the embedded engine in a process of its own."""
+    """tools/serve.py, the embedded engine in a process of its own; settings: its flags."""
 
-    def __init__(
-        self,
-        model: str,
-        log: Path,
-        threads: int = 0,
-        dtype: str = "float32",
-        device: str = "cpu",
-        max_length: int = 512,
-        slots: int = 128,
-    ):
-        port = free_port()
+    def __init__(self, model: str, log: Path, threads: int = 0, **settings):
+        settings.setdefault("port", free_port())
         command = [sys.executable, str(Path(__file__).resolve().parent / "serve.py"), model]
-        for flag, value in (
-            *(("--port", port), ("--dtype", dtype), ("--device", device)),
-            *(("--max-length", max_length), ("--slots", slots)),
-        ):
-            command += [flag, str(value)]
-        super().__init__("tools/serve.py", command, port, log, threads)
+        for name, value in settings.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        super().__init__("tools/serve.py", command, settings["port"], log, threads)
+
+
+def end_with_parent() -> None:
+    """In a child: SIGTERM to it at any death of its parent, which can say nothing either."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def supervise(command: list[str]) -> int:
     """Runs `command` in a process group of its own until it ends, or until our input does."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent
+    )
 
     def end_group(number: int) -> None:
         try:
@@ -225,23 +234,9 @@ def supervise(command: list[str]) -> int:
     return code
 
 
-def main() -> None:
-    """Serves a model to runs that name the server by --vllm-url."""
-    parser = argparse.ArgumentParser("tools/vllm_server.py", description=main.__doc__)
-    parser.add_argument("model", help="checkpoint: a directory or a Hub id")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-lora-rank", type=int, default=8, help="1, 8, 16, 32, 64, ...")
-    parser.add_argument("--versions", type=int, default=4, help="adapters in use at once")
-    parser.add_argument("--dtype", default="float32", help="the run's --dtype")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--max-length", type=int, default=512, help="the run's --max-length")
-    parser.add_argument("--slots", type=int, default=128, help="requests in a batch")
-    command = server_command(**vars(parser.parse_args()))
-    print(shlex.join(command), flush=True)
-    os.execve(command[0], command, server_environment())
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--supervise"]:
         raise SystemExit(supervise(sys.argv[2:]))
-    main()
+    command = tyro.cli(server_command)
+    print(shlex.join(command), flush=True)
+    os.execve(command[0], command, server_environment())
