@@ -210,8 +210,8 @@ def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]
     """Names of the linear layers whose target name is one of `target_modules`.
 
     Raises ValueError for the embedding, the head or the router as a target and if nothing matches.
-    A name that matches nothing is ignored with one warning (the default ones, of which dense models
-    and mixtures of experts have different ones, without).
+    A name that matches nothing is ignored with one warning (none for the default list, of which
+    dense models and mixtures of experts have different parts).
     """
     if isinstance(target_modules, str):
         raise ValueError(f"target_modules must be a list of names, not {target_modules!r}")
@@ -226,9 +226,10 @@ def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]
             f"target_modules {list(target_modules)} match no layer of this model; "
             f"its projections are {available}"
         )
-    unknown = [t for t in target_modules if t not in (*available, *TARGETS)]
-    if unknown:
-        warnings.warn(f"target_modules {unknown} are not in this model and ignored", stacklevel=3)
+    unknown = [target for target in target_modules if target not in available]
+    if unknown and set(target_modules) != set(TARGETS):
+        ignored = f"target_modules {unknown} are not in this model and ignored; it has {available}"
+        warnings.warn(ignored, stacklevel=3)
     return names
 
 
@@ -439,10 +440,11 @@ def size_table(model: nn.Module, config: LoRAConfig) -> str:
         copies = layers * math.prod(experts)
         adapted_total += copies * full
         adapter_total += copies * adapter
-    layers = max(rows.values())
     width += 16
+    if len(set(rows.values())) == 1:  # in some mixtures, not all layers are alike
+        one = f"{adapted_total // layers:>16,}{adapter_total // layers:>12,}"
+        lines.append(f"{'one layer':<{width}}{one}")
     lines += [
-        f"{'one layer':<{width}}{adapted_total // layers:>16,}{adapter_total // layers:>12,}",
         f"{'all layers':<{width}}{adapted_total:>16,}{adapter_total:>12,}",
         f"{'the model':<{width}}{total:>16,}{adapter_total / total:>12.2%}",
         "",

@@ -20,7 +20,7 @@ from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
 from full import trainable
-from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of
 from model import Qwen3
 from quant import quantize_base
 from run import Run, cut_back, load_checkpoint, open_run
@@ -114,7 +114,7 @@ def start_from(model, lora: LoRAConfig, directory: Path) -> None:
     Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.
     """
     found, tensors = read_adapter(directory)
-    targets = {name.split(".")[-3] for name in lora_parameters(model)}
+    targets = {target_of(name.rpartition(".lora_")[0]) for name in lora_parameters(model)}
     for flag, ours, its in (
         ("--rank", lora.rank, found.rank),
         ("--alpha", lora.alpha, found.alpha),

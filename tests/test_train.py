@@ -38,7 +38,9 @@ import update
 from config import COMMANDS, Config, read_toml, to_toml
 from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
+from model import Qwen3
 from rollout import Trajectory
+from tools.rehearse import upcycle
 
 ROOT = Path(train.__file__).parent
 BASE = ROOT / "assets" / "tiny-qwen3"
@@ -65,6 +67,11 @@ def one_layer_base(directory: Path) -> Path:
     kept = {n: t for n, t in tensors.items() if ".layers." not in n or ".layers.0." in n}
     safetensors.torch.save_file(kept, base / "model.safetensors")
     return base
+
+
+def mixture_of(fields: dict, directory: Path) -> Path:
+    """The same with four experts."""
+    return upcycle(Path(fields["model"]), directory / "mixture")
 
 
 @pytest.fixture(scope="module")
@@ -486,6 +493,19 @@ def test_a_run_from_an_adapter_is_resumed_without_the_original(
 def test_dropout_disturbs_no_self_check_of_a_run_from_an_adapter(tmp_path, on_from_it):
     _, fields = on_from_it
     go(tmp_path / "run", fields, steps=1, dropout=0.5)
+
+
+def test_a_mixture_goes_on_from_an_adapter_too(tmp_path, small):
+    """Whose experts PEFT's file knows by their projections' names."""
+    model, lora = Qwen3.from_pretrained(mixture_of(small, tmp_path)), LoRAConfig()
+    inject_lora(model, lora)
+    randomise_adapter(model)
+    adapter = broadcast.save_adapter(model, lora, tmp_path / "adapter")
+    more = {"model": str(tmp_path / "mixture"), "init_adapter": str(adapter), "steps": 1}
+    output = go(tmp_path / "run", small, **more)
+    assert rows_of(output)[0]["reference_kl"] == 0
+    name = "adapter_model.safetensors"
+    assert (output / "reference" / name).read_bytes() == (adapter / name).read_bytes()
 
 
 @pytest.mark.parametrize(
