@@ -167,13 +167,16 @@ def append_row(file: Path, row: dict) -> None:
 
 
 def cut_back(file: Path, step: int) -> None:
-    """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written."""
+    """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written; itself
+    killed, it leaves the file as it was."""
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     try:
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged, remove its bad lines ({error})") from error
-    file.write_text("".join(kept))
+    beside = file.with_name(f".{file.name}.tmp")
+    beside.write_text("".join(kept))
+    beside.replace(file)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: in
 def load_replica(config: Config) -> tuple:
     """What every rank holds: load_policy's, started from --init-adapter, and the frozen reference
     of full fine-tuning."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
     model, lora, optimizer, size = load_policy(config)
     started_from = Path(config.output) / "reference"  # a resumed run has its own copy
     if config.init_adapter:

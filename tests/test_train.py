@@ -40,6 +40,7 @@ from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
 from model import Qwen3
 from rollout import Trajectory
+from run import cut_back
 from tools.rehearse import upcycle
 
 ROOT = Path(train.__file__).parent
@@ -420,6 +421,22 @@ def test_killed_between_checkpoints_it_repeats_what_came_after(
     assert_equal_runs(output, straight.output, 4)
 
 
+def test_killed_while_rows_are_cut_back_the_file_stays_as_it_was(tmp_path, monkeypatch):
+    file = written(tmp_path, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"step": 3')
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        original = Path.write_text
+
+        def killed(path, text):
+            original(path, text[:5])
+            raise KeyboardInterrupt
+
+        patch.setattr(Path, "write_text", killed)
+        cut_back(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3'
+    cut_back(file, 2)
+    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
 def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, small, monkeypatch, straight):
     output, fields = tmp_path / "run", small | {"save_every": 100}
     with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
@@ -672,6 +689,57 @@ def test_the_learning_rate_warms_up_and_the_gradient_is_clipped():
         rates.append(moved.norm().item() / 0.5)
         assert all(parameter.grad is None for parameter in parameters)
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-3)
+
+
+# --- trainer and sampler --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype, gap, tokens, agree",
+    [
+        ("float32", 2e-3, 1, False),
+        ("bfloat16", 1.2, 1, True),  # one of 120, as where a router chose another expert
+        ("bfloat16", 0.4, 120, False),
+    ],
+)
+def test_the_self_check_forgives_single_tokens_in_bfloat16(dtype, gap, tokens, agree):
+    model = tiny_model(tiny_config()).to(getattr(torch, dtype))
+    inject_lora(model, LoRAConfig(rank=2))
+    ids = torch.randint(23, (6, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logprobs, _ = model.token_logprobs(ids, torch.ones(6, 20))
+    logprobs.view(-1)[:tokens] += gap
+    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    episodes = [Trajectory(None, None, 0, [], i, [0] + [1] * 20, [0.0, *p]) for i, p in rows]
+    check = lambda: update.self_check(model, episodes, Config(dtype=dtype))  # noqa: E731
+    if agree:
+        assert "differ by at most 1e+00" in check()
+    else:
+        with pytest.raises(RuntimeError, match="two policies"):
+            check()
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_the_probe_forgives_a_mixture_single_tokens(tmp_path, small, experts, tokens):
+    """In the place of a server whose router chooses otherwise: some logprobs are moved."""
+    more = {"model": str(mixture_of(small, tmp_path))} if experts else {}
+    trainer = train.set_up(Config(**small | more, output=str(tmp_path / "run")))
+    generate = trainer.engine.generate
+
+    async def moved(request):
+        answer = await generate(request)
+        answer.logprobs[:tokens] = [logprob - 0.3 for logprob in answer.logprobs[:tokens]]
+        return answer
+
+    trainer.engine.generate = moved
+    trainer.publish()
+    if experts and tokens == 2:
+        asyncio.run(trainer.probe())
+    else:
+        with pytest.raises(RuntimeError, match="another model or dtype"):
+            asyncio.run(trainer.probe())
+    trainer.run.release()
 
 
 # --- failure --------------------------------------------------------------------------------------
