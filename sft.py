@@ -47,6 +47,7 @@ from update import EMPTY, Batch, micro_batches, step_together
 
 SHIPPED_DATA = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
 SHIPPED_EVAL_DATA = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"
+COLUMNS = ("messages", "prompt", "completion", "tools")  # of a line; others are left alone
 HELD_OUT = 10  # without --eval-data every tenth conversation validates
 MAX_LISTED = 20  # bad lines that an error names
 PANELS = {
@@ -154,7 +155,7 @@ def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -
         if not line:
             continue
         try:
-            row = json.loads(line) if isinstance(line, str) else line
+            row = json.loads(line) if isinstance(line, str) else without_nulls(line)
             demonstration = to_trajectory(row, tokenizer)
             length = len(demonstration.token_ids)
             if length > max_length:
@@ -171,6 +172,14 @@ def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -
     if not demonstrations:
         raise ValueError(f"{source} is empty: expected lines of messages, or prompt and completion")
     return demonstrations
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of parquet without the keys of other rows: a column of objects has every key that any
+    of them has, null where one lacks it, down to the arguments of a call and a tool's schema."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def to_trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
@@ -200,16 +209,16 @@ def conversation(row: Any) -> tuple[list[dict], list[dict], int]:
     """Messages, tools, and how many of the messages are context, of which none carries loss."""
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, not {type(row).__name__}")
-    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
-    row = {key: value for key, value in row.items() if value is not None}  # as parquet fills up
-    if "messages" in row and not row.keys() & {"prompt", "completion"}:
-        context, said = [], checked_messages(row["messages"], "assistant")
-    elif {"prompt", "completion"} <= row.keys() and "messages" not in row:
-        context = checked_messages(row["prompt"], "user")
-        said = checked_messages(row["completion"], "assistant")
+    used = {key: row[key] for key in COLUMNS if row.get(key) is not None}
+    json.dumps(used, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+    if "messages" in used:  # some datasets repeat the first of them as "prompt"
+        context, said = [], checked_messages(used["messages"], "assistant")
+    elif {"prompt", "completion"} <= used.keys():
+        context = checked_messages(used["prompt"], "user")
+        said = checked_messages(used["completion"], "assistant")
     else:
         raise ValueError(f"expected messages, or prompt and completion; it has {', '.join(row)}")
-    messages, tools = [*context, *said], row.get("tools", [])
+    messages, tools = [*context, *said], used.get("tools", [])
     if messages[0]["role"] == "assistant":
         raise ValueError("nothing stands before the assistant's first message")
     if said[-1]["role"] != "assistant":

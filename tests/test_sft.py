@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import signal
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
@@ -202,6 +203,62 @@ def test_of_a_prompt_nothing_carries_loss_and_texts_are_messages():
     assert (texts.token_ids, texts.loss_mask) == (same.token_ids, same.loss_mask)
 
 
+def conversation_of(name: str, arguments: dict, **more) -> dict:
+    """A call with these arguments, and a tool that takes them; "id" is no column of ours."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    properties = {key: {"type": "string"} for key in arguments}
+    tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    return {"messages": messages, "tools": [{"type": "function", "function": tool}]} | more
+
+
+CONVERSATIONS = [
+    conversation_of("search", {"query": "x"}),
+    conversation_of("read", {"page_id": "y", "section": "z"}),
+]
+
+
+def test_the_nulls_that_parquet_fills_up_with_are_not_learned(monkeypatch):
+    rows = json.loads(json.dumps(CONVERSATIONS))
+    for row in rows:  # objects of one column have the keys of all of them
+        for message in row["messages"]:
+            message.setdefault("tool_calls", None)
+        function = row["messages"][1]["tool_calls"][0]["function"]
+        properties = row["tools"][0]["function"]["parameters"]["properties"]
+        for key in ("query", "page_id", "section"):
+            function["arguments"].setdefault(key, None)
+            properties.setdefault(key, None)
+    monkeypatch.setattr(sft, "read_lines", lambda source: rows)
+    found = sft.read_demonstrations("my.parquet", TOKENIZER, 512)
+    expected = [sft.to_trajectory(row, TOKENIZER) for row in CONVERSATIONS]
+    assert [episode.token_ids for episode in found] == [e.token_ids for e in expected]
+    # In JSON a null was written by somebody.
+    said = json.loads(json.dumps(conversation_of("search", {"query": None})))
+    assert "null" in TOKENIZER.decode(masked_runs(sft.to_trajectory(said, TOKENIZER))[0])
+
+
+def test_a_parquet_file_is_learned_as_the_same_lines_of_json_are(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    dated = [row | {"at": datetime.now(), "prompt": "a"} for row in CONVERSATIONS]
+    write_table(pa.Table.from_pylist(dated), tmp_path / "my.parquet")
+    found = sft.read_demonstrations(tmp_path / "my.parquet", TOKENIZER, 512)
+    expected = [sft.to_trajectory(row, TOKENIZER) for row in CONVERSATIONS]
+    assert [episode.token_ids for episode in found] == [e.token_ids for e in expected]
+
+
+def test_columns_that_are_not_ours_are_left_alone():
+    plain = sft.to_trajectory({"messages": THOUGHTFUL}, TOKENIZER)
+    row = {"messages": THOUGHTFUL, "prompt": "a?", "prompt_id": "\ud800", "at": datetime.now()}
+    assert sft.to_trajectory(row, TOKENIZER).token_ids == plain.token_ids
+
+
 # --- bad lines ------------------------------------------------------------------------------------
 
 USER, REPLY = '{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}'
@@ -224,7 +281,6 @@ BAD_LINES = {
     '{"messages": [1]}': "a message must be an object",
     f'{{"messages": [{REPLY}]}}': "nothing stands before",
     f'{{"messages": [{USER}]}}': "the last message must be the assistant's, not the user's",
-    f'{{"messages": [{USER}, {REPLY}], "prompt": "a"}}': "expected messages, or",
     '{"prompt": "a"}': "it has prompt",
     '{"prompt": "a", "completion": ""}': "the assistant says nothing",
     f'{{"prompt": "a", "completion": [{USER}]}}': "the last message must be the assistant's",
