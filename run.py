@@ -197,7 +197,7 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: i
     beside = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     progress = {key: value for key, value in vars(run).items() if key not in OF_AN_ATTEMPT}
-    state = {"optimizer": optimizer.state_dict(), "torch": torch.get_rng_state(), "run": progress}
+    state = {"optimizer": optimizer.state_dict(), "run": progress, **random_state(model)}
     torch.save(state, data := io.BytesIO())
     try:
         with naming(final):
@@ -217,6 +217,18 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: i
         shutil.rmtree(old)
 
 
+def random_state(model) -> dict:
+    """Of the generators that dropout draws from: the CPU's, and the GPU's of a model on one."""
+    device, state = next(model.parameters()).device, {"torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(model, state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], next(model.parameters()).device)
+
+
 def load_checkpoint(run: Run, model, optimizer) -> Run:
     """The run as its last checkpoint left it; one without a checkpoint starts anew."""
     checkpoints = sorted((run.directory / "checkpoints").glob("step_*"))
@@ -232,7 +244,7 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
     except Exception as error:  # torch.load raises whatever its bytes bring about
         where = f"{checkpoints[-1]}: unreadable; remove it to go on from the one before"
         raise ValueError(f"{where} ({error})") from error
-    torch.set_rng_state(state["torch"])
+    set_random_state(model, state)
     # eval_after was the result of fewer steps, if this run is made longer.
     return dataclasses.replace(run, **state["run"] | {"eval_after": {}})
 
@@ -248,9 +260,9 @@ PANELS = {
 RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before and eval_after hold
 
 
-def run_name(config) -> str:
+def run_name(config, job: str) -> str:
     kind = "full" if config.full else f"rank{config.rank}"
-    return f"{config.environment}-{kind}-seed{config.seed}"
+    return f"{job}-{kind}-seed{config.seed}"
 
 
 def step_line(row: dict, run: Run, config) -> str:

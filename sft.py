@@ -382,13 +382,9 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         f"{len(data)} conversations to train on ({config.steps * config.batch_size / len(data):.1f}"
         f" epochs), {len(validation)} to validate on"
     )
-    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
+    run = start_run(config, "sft", model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     return Trainer(*parts), data, validation
-
-
-def run_name(config: SFTConfig) -> str:
-    return f"sft-rank{config.rank}-seed{config.seed}"
 
 
 async def evaluate(trainer: Trainer, validation: list[Trajectory]) -> dict:

@@ -23,7 +23,7 @@ from full import trainable
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of
 from model import Qwen3
 from quant import quantize_base
-from run import Run, cut_back, load_checkpoint, open_run
+from run import Run, cut_back, load_checkpoint, open_run, run_name
 from update import REFERENCE
 
 SHIPPED_DATA = {
@@ -129,10 +129,13 @@ def start_from(model, lora: LoRAConfig, directory: Path) -> None:
 
 
 def start_run(
-    config, name: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
+    config, job: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
 ) -> Run:
-    """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
-    run = open_run(config, name)
+    """The run's directory and what its last checkpoint holds; prints the heading and the sizes.
+
+    job: what the directory is named after, if the configuration names none.
+    """
+    run = open_run(config, run_name(config, job))
     try:
         return fill_run(config, run, model, lora, optimizer, base_parameters, heading)
     except BaseException:

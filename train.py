@@ -64,7 +64,6 @@ from run import (
     finish,
     finish_evaluation,
     interval,
-    run_name,
     sample_row,
     save_checkpoint,
     shows_group,
@@ -276,7 +275,7 @@ def set_up(config: Config) -> Trainer:
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
     )
-    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
+    run = start_run(config, config.environment, model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     return Trainer(*parts, frozen, Pipeline(config.max_staleness))
 

@@ -38,6 +38,7 @@ from config import ASSETS, Config, read_toml, to_toml
 from environments.wiki_search import WikiSearch
 from lora import LoRAConfig, inject_lora, lora_parameters
 from rollout import Completion, run_episode
+from run import run_name
 
 BASE, WIKI = ASSETS / "tiny-qwen3", ASSETS / "tiny-wiki"
 TOKENIZER = load_tokenizer(BASE)
@@ -493,6 +494,23 @@ def test_killed_between_checkpoints_it_repeats_what_came_after(
     assert checkpoints(output) == ["step_000002"] and len(rows_of(output)) == 3
     sft.main(["--output", str(output), "--resume"])
     assert_equal_runs(output, straight, 4)
+
+
+@pytest.mark.parametrize(
+    "mode, left", [({"full": True, "lr": 1e-4}, "model"), ({"quantize": "nf4"}, "adapter")]
+)
+def test_every_weight_or_a_4_bit_base_is_taught_and_resumed_too(tmp_path, small, mode, left):
+    output = go(tmp_path / "run", small | {"dropout": 0.0}, **mode, steps=2)
+    sft.main(["--output", str(output), "--resume", "--steps", "3"])
+    assert [row["step"] for row in rows_of(output)] == [1, 2, 3]
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["loss_after"] < summary["loss_before"] and summary["eval_after"] is not None
+    assert (output / left).is_dir()
+
+
+def test_a_runs_directory_says_what_was_trained():
+    assert run_name(sft.SFTConfig(rank=4), "sft") == "sft-rank4-seed0"
+    assert run_name(sft.SFTConfig(full=True), "sft") == "sft-full-seed0"
 
 
 def test_data_of_ones_own_is_split_and_plays_no_environment(tmp_path, small):

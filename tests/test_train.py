@@ -40,7 +40,7 @@ from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
 from model import Qwen3
 from rollout import Trajectory
-from run import cut_back
+from run import cut_back, random_state, set_random_state
 from tools.rehearse import upcycle
 
 ROOT = Path(train.__file__).parent
@@ -446,6 +446,19 @@ def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, small, monk
     again(output)
     assert_equal_runs(output, straight.output, 4)
     assert [path.parent.name for path in live_versions(output)] == ["attempt_2"]
+
+
+def test_a_checkpoint_holds_the_random_state_of_the_gpu_too(monkeypatch):
+    """Played by stand-ins: dropout on a GPU draws from a generator of its own."""
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    states = [torch.tensor([1, 2], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.append(state))
+    saved = random_state(model)
+    states.append(None)  # it went on
+    set_random_state(model, saved)
+    assert states[-1] is states[0]
+    assert random_state(tiny_model()).keys() == {"torch"}
 
 
 # --- from an adapter on ---------------------------------------------------------------------------
