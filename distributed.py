@@ -25,7 +25,7 @@ forward pass then takes all ranks: in rank 0's own (probe, self-check) the other
 a rank without a micro-batch computes an empty one.
 
 A rank that dies closes its connections: whoever waits for it raises LostRank, and torchrun ends the
-rest. Rank 0 saves what was whole first. A rank that hangs is noticed after PATIENCE.
+rest. Rank 0 saves what was whole first. A rank that hangs in an order is noticed after PATIENCE.
 
 Left out on purpose: sampling on other ranks than 0 (vLLM scales it, by its own parallelism and by
 more servers), dropout masks that do not depend on the number of ranks.
@@ -46,7 +46,11 @@ from torch import nn
 
 from full import trainable
 
-PATIENCE = timedelta(hours=1)  # longer than rank 0 ever samples between two orders
+# How long ranks wait for one another within an order, which is for all at once; and for the next
+# order, while rank 0 samples or evaluates. Only a rank that hangs is waited for that long: one that
+# dies closes its connections.
+PATIENCE, ORDER_PATIENCE = timedelta(minutes=30), timedelta(days=7)
+order_group: dist.ProcessGroup | None = None  # of all ranks, with the second; made by join
 
 
 class LostRank(RuntimeError):
@@ -54,12 +58,15 @@ class LostRank(RuntimeError):
 
 
 @contextmanager
-def noticing_loss() -> Iterator[None]:
+def noticing_loss(patience: timedelta = PATIENCE) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
-        raise LostRank(f"another rank died, or hung for {PATIENCE} hours ({reason})") from error
+        minutes = patience.total_seconds() / 60
+        raise LostRank(
+            f"another rank died, or hung for {minutes:.0f} minutes ({reason})"
+        ) from error
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -79,9 +86,11 @@ def join() -> None:
     """Meets the other ranks that torchrun started, each on the GPU of its LOCAL_RANK, if any."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    global order_group
     # Objects travel over gloo, a GPU's gradients over NCCL.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
+    order_group = dist.new_group(backend="gloo", timeout=ORDER_PATIENCE)
 
 
 @contextmanager
@@ -96,8 +105,9 @@ def leading() -> Iterator[None]:
     except LostRank:
         raise  # who is left cannot be reached: an order is for all
     except BaseException:
-        with suppress(LostRank):  # they may have failed in the same way
-            give([None] * world_size())
+        if dist.is_initialized():  # else it failed within an order, see Ranks.obey
+            with suppress(LostRank):
+                give([None] * world_size())
         raise
     give([None] * world_size())
     dist.destroy_process_group()
@@ -120,14 +130,19 @@ def follow() -> None:
 
 def give(orders: list) -> Any:
     """Rank 0 sends each rank its order, and gets its own."""
-    received = [None]
-    with noticing_loss():
-        dist.scatter_object_list(received, orders, src=0)
-    return received[0]
+    return exchange(orders)
 
 
 def take() -> Any:
-    return give(None)
+    """The order of another rank, for which it waits."""
+    return exchange(None)
+
+
+def exchange(orders: list | None) -> Any:
+    received = [None]
+    with noticing_loss(ORDER_PATIENCE):
+        dist.scatter_object_list(received, orders, src=0, group=order_group)
+    return received[0]
 
 
 def recruit(load: Callable, *arguments) -> tuple:
@@ -163,12 +178,13 @@ class Ranks:
             torch.save((state, self.optimizer.state_dict()), data := io.BytesIO())
             self.everywhere(adopt, data.getvalue(), seed)
         if self.sharded:
-            alone = self.model.token_logprobs
+            alone = self.model.token_logprobs  # which FSDP has wrapped, to gather for a pass
 
             def token_logprobs(*arguments):
-                if not self.busy:
-                    give([(accompany, (), False)] * self.size)
-                return alone(*arguments)
+                if self.busy:  # within an order, which has all ranks make this pass
+                    return alone(*arguments)
+                give([(accompany, (), False)] * self.size)
+                return self.obey(lambda ranks: alone(*arguments), (), False)
 
             self.model.token_logprobs = token_logprobs
 
@@ -195,10 +211,18 @@ class Ranks:
         return [results[i % self.size][i // self.size] for i in range(len(items))]
 
     def obey(self, function: Callable, arguments: tuple, answers: bool) -> Any:
-        """Carries out an order; with `answers`, rank 0 gets the results of all ranks."""
+        """Carries out an order; with `answers`, rank 0 gets the results of all ranks.
+
+        If rank 0 fails in it, it leaves the others: where each of them waits, nobody knows, and no
+        order would find them there. Unless they failed as well, they raise LostRank.
+        """
         self.busy = True
         try:
             result = function(self, *arguments)
+        except BaseException:
+            if self.size > 1 and self.number == 0:
+                dist.destroy_process_group()
+            raise
         finally:
             self.busy = False
         if not answers:
@@ -256,8 +280,10 @@ def traffic(trained: int, weights: int, sharded: bool = False) -> str:
 def shard_base(model: nn.Module, device: str) -> None:
     """Leaves on this rank, on its device, 1/N of each tensor of a frozen model; on all ranks alike.
 
-    Call it before inject_lora. The tensors move a layer at a time: the whole model has to fit the
-    host's memory, not the device's.
+    Call it before inject_lora. The tensors move a layer at a time: no device has to hold the whole
+    model, but each rank has read one into the host's memory: of a mixture, whose experts are
+    stacked, N copies for N ranks of a host; of a dense model in its own dtype the ranks share the
+    pages of the file.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

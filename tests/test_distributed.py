@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -73,7 +75,7 @@ EPS = 1e-2  # of Adam, which without it makes a difference of rounding one of th
 
 
 def replica(seed: int, sharded: bool = False, kind: str = "adapter") -> tuple:
-    """As train.load_replica: of a rank, whose adapter is its own until rank 0 sends one."""
+    """As start.load_replica: of a rank, whose adapter is its own until rank 0 sends one."""
     model = tiny_model(tiny_config(attention_bias=True), 0)
     if sharded:
         distributed.shard_base(model, "cpu")
@@ -86,6 +88,12 @@ def replica(seed: int, sharded: bool = False, kind: str = "adapter") -> tuple:
     randomise_adapter(model, seed + 1000 * follows)
     optimizer = torch.optim.Adam(lora_parameters(model).values(), eps=EPS)
     return model, lora, optimizer, 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """The first optimizer has torch load its compiler: once here, not in every rank."""
+    replica(0)
 
 
 def batches_of(seed: int, number: int) -> list:
@@ -276,6 +284,44 @@ def test_an_error_of_all_is_told_as_what_it_is(tmp_path):
 
 def fail(ranks: Ranks) -> None:
     raise ValueError("on every rank")
+
+
+def fail_alone(ranks: Ranks, share: list) -> list:
+    if ranks.number == 0:
+        raise ValueError("as of memory that is full")
+    return share
+
+
+def test_an_error_of_rank_0_alone_ends_all(tmp_path):
+    """The others wait to hand in their results, and not for an order."""
+
+    def lead():
+        model, _, optimizer, _ = distributed.recruit(replica, 0)
+        Ranks(model, optimizer).map(fail_alone, [1, 2, 3])
+
+    start = time.monotonic()
+    assert together(3, lead, tmp_path)[1] == [1, 3, 3]  # as what it is; LostRank
+    assert time.monotonic() - start < 30
+
+
+def sleep(ranks: Ranks, share: list, seconds: float) -> list:
+    time.sleep(seconds if ranks.number else 0)
+    return share
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_orders_longer_than_for_one_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "PATIENCE", timedelta(seconds=3))
+
+    def lead(sampling: float = 0, share: float = 0):
+        model, _, optimizer, _ = distributed.recruit(replica, 0)
+        time.sleep(sampling)
+        return Ranks(model, optimizer).map(sleep, [1, 2], share)
+
+    assert together(2, partial(lead, sampling=6), tmp_path) == ([1, 2], [0, 0])
+    start = time.monotonic()
+    assert together(2, partial(lead, share=12), tmp_path)[1][0] == 3  # LostRank: it hangs
+    assert time.monotonic() - start < 30
 
 
 # --- what is said ---------------------------------------------------------------------------------
