@@ -321,7 +321,7 @@ def check_ranks(config) -> None:
         return
     if config.device not in ("cpu", "cuda"):
         raise ValueError(f"--device {config.device} would be every rank's; say cuda, each has one")
-    if getattr(config, "engine", "") == "vllm" and not config.vllm_url:
+    if config.engine == "vllm" and not config.vllm_url:
         raise ValueError(
             "a vLLM server of the run's own would share rank 0's device and environment; start "
             "servers beside it and name each by --vllm-url"

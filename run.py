@@ -102,7 +102,8 @@ def open_run(config, name: str) -> Run:
         changed = [key for key in now if key not in RESUMABLE and now[key] != before.get(key)]
         if changed:
             was = ", ".join(f"{key} = {before.get(key)!r}" for key in changed)
-            raise ValueError(f"{directory}: only --steps may differ on --resume; the run has {was}")
+            free = ", ".join(f"--{key.replace('_', '-')}" for key in RESUMABLE if key in now)
+            raise ValueError(f"{directory}: on --resume {free} may differ; the run has {was}")
         done = max(map(step_of, (directory / "checkpoints").glob("step_*")), default=0)
         if config.steps < done:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")

@@ -34,11 +34,10 @@ import torch
 from tqdm import tqdm
 
 from chat import Tokenizer, load_tokenizer
-from config import ASSETS, check_config
+from config import ASSETS, RunConfig, check_config
 from distributed import Ranks, check_ranks, recruit
 from environments import ENVIRONMENTS, Source, Task, read_lines
 from full import trainable
-from lora import TARGETS
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
 from start import check_prompts, load_environments, load_policy, start_run
@@ -59,86 +58,30 @@ PANELS = {
 
 
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(RunConfig):
     """Trains a LoRA adapter on demonstrations and writes it as a PEFT directory."""
-
-    rank: int = 8
-    """Rank of the adapter on every target."""
-    alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout on the adapter's input, in training alone."""
-    target_modules: tuple[str, ...] = TARGETS
-    """Names of the adapted projections."""
-    full: bool = False
-    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
-    times smaller than an adapter's."""
-
-    model: str = str(ASSETS / "tiny-qwen3")
-    """Qwen3 checkpoint: a directory or a Hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the frozen base; the adapter and the optimizer are always fp32."""
-    quantize: Literal["none", "nf4"] = "none"
-    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
-    device: str = "cpu"
-    """Where to compute, e.g. cpu or cuda."""
-    shard_base: bool = False
-    """Each rank of torchrun holds a part of the frozen base only (FSDP2); for a base that does not
-    fit one device. Then no questions are answered, which takes a whole one."""
-    gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again: less memory,
-    about a third more time, the same gradients."""
 
     data: str = ""
     """Conversations (messages, tools; or prompt, completion): JSONL, parquet, or a Hub dataset; by
     default demonstrations of the miniature wiki."""
     eval_data: str = ""
     """Conversations to validate on; without them every tenth of --data is held out."""
-    max_length: int = 512
-    """Tokens of a conversation; a longer one is an error."""
-
-    steps: int = 24
-    """Optimizer steps, one for each batch; conversations are reshuffled every epoch."""
     batch_size: int = 16
-    """Conversations of a step."""
-    lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up."""
-    warmup: int = 3
-    """Steps of linear warm-up."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-
-    seed: int = 0
-    """A seed repeats its run exactly on the same machine."""
+    """Conversations of a step; they are reshuffled every epoch."""
+    max_length: int = 512
+    """Tokens of a conversation, of which a longer one is an error, or of an episode."""
     eval_every: int = 6
     """Steps between validations; 0 for only before and after."""
-    save_every: int = 10
-    """Steps between checkpoints."""
-    micro_tokens: int = 4096
-    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
 
     environment: Literal[("", *ENVIRONMENTS)] = ""
-    """Whose held-out questions are answered before and after, greedily: that of the default data;
-    of --data none, unless it is named here."""
+    """Whose held-out questions are answered before and after, greedily; by default wiki_search's
+    with the default data, with --data none."""
     eval_questions: str = ""
     """Held-out questions of --environment; its own by default."""
-    corpus: str = ""
-    """wiki_search: pages that they are about; its own by default."""
-    search_results: int = 3
-    """wiki_search: pages that one search shows."""
-    eval_size: int = 264
-    """Held-out questions answered."""
-    max_turns: int = 10
-    """Turns of an episode; one that still calls a tool then has reward 0."""
-    max_new_tokens: int = 64
-    """Tokens of a turn."""
-    slots: int = 128
-    """Episodes that the engine samples at once."""
 
-    output: str = ""
-    """Directory of the run; by default a new one under runs/."""
-    resume: bool = False
-    """Go on with the run in --output; only --steps and what saves memory may differ."""
+    # What a supervised run is never told, as train.py's code that it shares finds it.
+    engine, vllm_url, init_adapter, eval_samples, plan = "torch", (), "", 1, False
+    questions, eval_corpus, score, judge_url = "", "", "exact", ""
 
 
 # --- conversations to tokens ----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from broadcast import load_adapter, read_adapter, save_adapter
 from chat import Tokenizer
-from config import ASSETS, Config
+from config import ASSETS, Config, RunConfig
 from distributed import shard_base, traffic, world_size
 from environments import load_environment
 from environments.judge import Judge
@@ -37,11 +37,11 @@ SHIPPED_DATA = {
 }
 
 
-def load_environments(config) -> tuple[Any, Any]:
+def load_environments(config: RunConfig) -> tuple[Any, Any]:
     """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
     files = dict(SHIPPED_DATA[config.environment])
     for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
-        if getattr(config, name, ""):
+        if getattr(config, name):
             files[name] = getattr(config, name)
             if name != "eval_corpus":  # what is held out of other data is not in the shipped files
                 files.pop("eval_corpus", None)
@@ -50,8 +50,8 @@ def load_environments(config) -> tuple[Any, Any]:
     eval_corpus = files.pop("eval_corpus", None)
     if config.environment == "wiki_search":
         files["results"] = config.search_results
-        files["score"] = SCORES[getattr(config, "score", "exact")]
-        if getattr(config, "judge_url", ""):
+        files["score"] = SCORES[config.score]
+        if config.judge_url:
             files["judge"] = Judge(config.judge_url, config.judge_model)
     environment = load_environment(config.environment, **files)
     if not environment.eval:
@@ -85,7 +85,7 @@ def load_replica(config: Config) -> tuple:
     return model, lora, optimizer, size, frozen
 
 
-def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
+def load_policy(config: RunConfig) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
     """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
     trained, the base's size."""
     device = "cpu" if config.shard_base else config.device  # whole on the host at first
@@ -148,7 +148,7 @@ def fill_run(
 ) -> Run:
     """The rest of start_run, with the directory in hand."""
     reference = run.directory / "reference"
-    if getattr(config, "init_adapter", "") and not reference.is_dir():
+    if config.init_adapter and not reference.is_dir():
         save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
     run = load_checkpoint(run, model, optimizer)
     for name in ("metrics.jsonl", "samples.jsonl"):

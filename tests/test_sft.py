@@ -3,16 +3,13 @@
 That train.py goes on from an adapter is tested in test_train.py.
 """
 
-import ast
 import asyncio
-import dataclasses
 import json
 import os
 import signal
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import pytest
 import tokenizers
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train import (
+    assert_documented,
     assert_equal_runs,
     checkpoints,
     one_layer_base,
@@ -34,7 +32,7 @@ import broadcast
 import sft
 import train
 from chat import Tokenizer, load_tokenizer
-from config import ASSETS, Config, read_toml, to_toml
+from config import ASSETS, RunConfig, read_toml, to_toml
 from environments.wiki_search import WikiSearch
 from lora import LoRAConfig, inject_lora, lora_parameters
 from rollout import Completion, run_episode
@@ -538,12 +536,7 @@ def test_help_explains_every_field(capsys):
         sft.main(["--help"])
     assert caught.value.code == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    source = ast.parse(Path(sft.__file__).read_text())
-    (config,) = (node for node in source.body if getattr(node, "name", "") == "SFTConfig")
-    sentences = [node.value.value for node in config.body if isinstance(node, ast.Expr)][1:]
-    assert len(sentences) == len(dataclasses.fields(sft.SFTConfig))
-    for name, sentence in zip(get_type_hints(sft.SFTConfig), sentences, strict=True):
-        assert f"--{name.replace('_', '-')}" in printed and " ".join(sentence.split()) in printed
+    assert_documented(printed, sft.SFTConfig, RunConfig)
 
 
 def test_prime_rls_lora_table_is_read_as_it_stands(tmp_path):
@@ -553,16 +546,6 @@ def test_prime_rls_lora_table_is_read_as_it_stands(tmp_path):
     assert config == sft.SFTConfig(
         batch_size=2, rank=4, alpha=16.0, target_modules=("q_proj",), steps=3
     )
-
-
-def test_fields_that_both_runs_have_mean_the_same_by_default():
-    """But for those that only one of them could set well."""
-    own = {"steps", "dropout"}
-    shared = set(get_type_hints(sft.SFTConfig)) & set(get_type_hints(Config)) - own
-    differing = {name for name in shared if getattr(sft.SFTConfig, name) != getattr(Config, name)}
-    assert differing == {"environment", "eval_every"}
-    hints = get_type_hints(sft.SFTConfig), get_type_hints(Config)
-    assert {name for name in shared if hints[0][name] != hints[1][name]} == {"environment"}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,7 @@ from tiny import close, randomise_adapter, seeds, tiny_config, tiny_model
 import broadcast
 import train
 import update
-from config import COMMANDS, Config, read_toml, to_toml
+from config import COMMANDS, Config, RunConfig, read_toml, to_toml
 from grpo import LOSSES
 from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adapters
 from model import Qwen3
@@ -960,14 +961,22 @@ def test_help_explains_every_field(capsys):
         train.main(["--help"])
     assert caught.value.code == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for name in get_type_hints(Config):
-        assert f"--{name.replace('_', '-')}" in printed
-    source = ast.parse((ROOT / "config.py").read_text())
-    (config,) = (node for node in source.body if getattr(node, "name", "") == "Config")
-    sentences = [node.value.value for node in config.body if isinstance(node, ast.Expr)][1:]
-    assert len(sentences) == len(dataclasses.fields(Config))
-    for sentence in sentences:
-        assert " ".join(sentence.split()) in printed
+    assert_documented(printed, Config, RunConfig)
+
+
+def assert_documented(printed: str, *kinds: type) -> None:
+    """Every flag of the first of these dataclasses, which inherits from the others, is in what
+    --help prints, with the sentence below its field in the source."""
+    sentences = {}
+    for kind in reversed(kinds):
+        source = ast.parse(Path(sys.modules[kind.__module__].__file__).read_text())
+        (node,) = (node for node in source.body if getattr(node, "name", "") == kind.__name__)
+        for field, sentence in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(sentence, ast.Expr):
+                sentences[field.target.id] = " ".join(sentence.value.value.split())
+    assert sentences.keys() == {field.name for field in dataclasses.fields(kinds[0])}
+    for name, sentence in sentences.items():
+        assert f"--{name.replace('_', '-')}" in printed and sentence in printed, name
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -1113,7 +1122,7 @@ def test_resuming_with_another_configuration_is_refused(straight):
     before = contents(straight.output)
     resume = ["--config", straight.output / "config.toml", "--output", straight.output, "--resume"]
     message = refusal([*resume, "--lr", "0.5", "--seed", "7"])
-    assert "only --steps may differ" in message and str(straight.output) in message
+    assert "on --resume --steps, --vllm-url, " in message and str(straight.output) in message
     assert f"lr = {Config.lr}" in message and "seed = 0" in message
     assert contents(straight.output) == before
 
