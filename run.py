@@ -413,11 +413,14 @@ def finish(
         for key, words in RESULTS.items()
         if key in before
     )
+    to_read = ", samples.jsonl"
+    if "reward" in panels:
+        to_read = f", and\n  its episodes    python tools/viewer.py {run.directory}"
     print(
         f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
-        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, and\n"
-        f"  its episodes    python tools/viewer.py {run.directory}"
+        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; "
+        f"see {run.directory}/{picture(panels)}{to_read}"
     )
     if lora:
         max_rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)

@@ -497,13 +497,18 @@ def test_killed_between_checkpoints_it_repeats_what_came_after(
 @pytest.mark.parametrize(
     "mode, left", [({"full": True, "lr": 1e-4}, "model"), ({"quantize": "nf4"}, "adapter")]
 )
-def test_every_weight_or_a_4_bit_base_is_taught_and_resumed_too(tmp_path, small, mode, left):
+def test_every_weight_or_a_4_bit_base_is_taught_and_resumed_too(
+    tmp_path, small, capsys, mode, left
+):
     output = go(tmp_path / "run", small | {"dropout": 0.0}, **mode, steps=2)
     sft.main(["--output", str(output), "--resume", "--steps", "3"])
     assert [row["step"] for row in rows_of(output)] == [1, 2, 3]
     summary = json.loads((output / "summary.json").read_text())
     assert summary["loss_after"] < summary["loss_before"] and summary["eval_after"] is not None
     assert (output / left).is_dir()
+    # The viewer shows episodes that were sampled, and would take these rows for damaged ones.
+    last = capsys.readouterr().out.split("held out")[-1]
+    assert f"see {output}/loss.png, samples.jsonl\n" in last
 
 
 def test_a_runs_directory_says_what_was_trained():

@@ -398,6 +398,10 @@ def test_settings_come_from_the_nearest_run_or_from_the_adapter(adapter, tmp_pat
         (alone / file.name).write_bytes(file.read_bytes())
     config, source = viewer.settings_above(alone)
     assert config.model == str(BASE) and "defaults" in source
+    # Of a supervised run, which may leave the environment to its data.
+    (tmp_path / "config.toml").write_text('environment = ""\nbatch_size = 2\n')
+    config, _ = viewer.settings_above(alone)
+    assert config.environment == Config.environment
 
 
 def test_an_adapter_that_is_none_is_named(adapter, tmp_path):

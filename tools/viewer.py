@@ -321,6 +321,7 @@ def settings_above(adapter: Path) -> tuple[Config, str]:
         file = directory / "config.toml"
         if file.is_file():
             found = {key: value for key, value in read_settings(file).items() if key in known}
+            found["environment"] = found.get("environment") or Config.environment  # sft.py: ""
             return Config(**found), f"settings: {file}"
     model = facts.get("base_model_name_or_path") or Config.model
     return Config(model=model), f"settings: the defaults, there is no config.toml above {adapter}"
