@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from full import trainable
+from lora import trainable
 
 # How long ranks wait for one another within an order, which is for all at once; and for the next
 # order, while rank 0 samples or evaluates. Only a rank that hangs is waited for that long: one that
@@ -166,6 +166,7 @@ class Ranks:
     def __post_init__(self):
         self.size, self.number = world_size(), dist.get_rank() if world_size() > 1 else 0
         self.sharded = is_sharded(self.model)
+        self.device = next(iter(trainable(self.model).values())).device  # of what it computes
         self.busy = False  # all are in one order
 
     def lead(self, seed: int) -> None:
@@ -305,9 +306,9 @@ def is_sharded(model: nn.Module) -> bool:
 def accompany(ranks: Ranks) -> None:
     """Takes part in a forward pass that rank 0 alone needs."""
     if ranks.number:
-        device = next(iter(trainable(ranks.model).values())).device
-        nothing = torch.zeros(1, 1, dtype=torch.bool, device=device)
-        ranks.model.token_logprobs(torch.zeros(1, 2, dtype=torch.long, device=device), nothing)
+        nothing = torch.zeros(1, 1, dtype=torch.bool, device=ranks.device)
+        token_ids = torch.zeros(1, 2, dtype=torch.long, device=ranks.device)
+        ranks.model.token_logprobs(token_ids, nothing)
 
 
 def check_ranks(config) -> None:

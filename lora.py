@@ -299,6 +299,11 @@ def lora_parameters(model: nn.Module) -> dict[str, Parameter]:
     return parameters
 
 
+def trainable(model: nn.Module) -> dict[str, Parameter]:
+    """What an optimizer moves: the adapter, or all weights of a model that has none (full.py)."""
+    return lora_parameters(model) or dict(model.named_parameters())
+
+
 def add_adapter(
     model: nn.Module, name: str, config: LoRAConfig, tensors: dict[str, Tensor]
 ) -> None:

@@ -3,7 +3,7 @@
     runs/wiki_search-rank8-seed0/
       config.toml      every field of the configuration, resolved      run.json     whose run it is
       metrics.jsonl    a line a step      samples.jsonl    episodes, as text and as tokens
-      broadcasts/      versions of the adapter that the sampler reads, one at a time
+      broadcasts/      versions of the adapter: the newest, and those that a batch under way names
       checkpoints/     the last two: adapter, optimizer, progress, random state; never the base
       adapter/         the PEFT directory to deploy      summary.json, reward.png    what came out
       reference/       the frozen copy of the adapter that it started from, if from one

@@ -13,8 +13,8 @@ had it said the assistant's part (rollout.py's drawing):
     tokens  system .. user .. assistant │ <call> .. <end> │ <tool_response> .. assistant │ 42 <end>
     loss      0    0   0   0      0     │   1    1    1   │        0         0      0    │  1   1
 
-so a demonstration is a trajectory that nobody sampled, and supervised fine-tuning is `reinforce`
-with advantage 1: the loss of a step is -log pi, averaged over the assistant's tokens of its batch.
+so a demonstration is a trajectory that nobody sampled. The loss of a step is -log pi, averaged over
+the assistant's tokens of its batch: what `reinforce` (grpo.py) would be, were every advantage 1.
 Of a "prompt" nothing carries loss, an assistant's message in it neither.
 
 Left out on purpose: packing (conversations of similar length share a pass instead, which wastes
@@ -37,15 +37,14 @@ from chat import Tokenizer, load_tokenizer
 from config import ASSETS, RunConfig, check_config
 from distributed import Ranks, check_ranks, recruit
 from environments import ENVIRONMENTS, Source, Task, read_lines
-from full import trainable
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
 from start import check_prompts, load_environments, load_policy, start_run
 from train import Trainer, run_command, tasks_of_step
 from update import EMPTY, Batch, micro_batches, step_together
 
-SHIPPED_DATA = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
-SHIPPED_EVAL_DATA = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"
+DEMONSTRATIONS = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
+EVAL_DEMONSTRATIONS = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"
 COLUMNS = ("messages", "prompt", "completion", "tools")  # of a line; others are left alone
 HELD_OUT = 10  # without --eval-data every tenth conversation validates
 MAX_LISTED = 20  # bad lines that an error names
@@ -204,6 +203,7 @@ def checked_message(message: Any) -> dict:
 
 
 def checked_call(call: Any) -> dict:
+    """A copy whose arguments are an object; ValueError for what is no call."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f'a tool call must be {{"function": {{"name": ...}}}}, not {call!r:.60}')
@@ -217,7 +217,7 @@ def checked_call(call: Any) -> dict:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def loss_and_backward(
+def pass_over(
     model, batches: list[Batch], label: str = "", ranks: Ranks | None = None, learn: bool = True
 ) -> dict:
     """-log pi, averaged over all tokens that carry loss; gradients are left on the adapter, each
@@ -225,12 +225,12 @@ def loss_and_backward(
     ranks = ranks or Ranks(model, None)
     denominator = sum(int(batch.mask.sum()) for batch in batches)
     sent = [batch.sent() for batch in batches]
-    scores = ranks.map(learn_from, sent, denominator, label, learn, empty=EMPTY)
+    scores = ranks.map(pass_over_share, sent, denominator, label, learn, empty=EMPTY)
     loss, entropy = (sum(parts) for parts in zip(*scores, strict=True))
     return {"loss": loss, "entropy": entropy / denominator, "tokens_trained": denominator}
 
 
-def learn_from(
+def pass_over_share(
     ranks: Ranks, share: list[Batch], denominator: int, label: str, learn: bool
 ) -> list[tuple[float, float]]:
     """A rank's part: for each of its micro-batches the loss and the sum of the entropy. Without
@@ -239,7 +239,7 @@ def learn_from(
     model.train(learn)
     with torch.set_grad_enabled(learn):
         for batch in tqdm(share, label, leave=False, disable=True if ranks.number else None):
-            batch = batch.to(device_of(model))
+            batch = batch.to(ranks.device)
             logprobs, entropy = model.token_logprobs(batch.ids, batch.mask)  # zero off the mask
             loss = -logprobs.sum() / denominator
             if learn:
@@ -249,12 +249,9 @@ def learn_from(
     return scores
 
 
-def device_of(model) -> torch.device:
-    return next(iter(trainable(model).values())).device
-
-
 def in_batches(demonstrations: list[Trajectory], config: SFTConfig) -> list[Batch]:
-    pairs = [(demonstration, 1.0) for demonstration in demonstrations]  # advantage 1
+    """Micro-batches on the CPU. Their advantages are those of update.py, and of no use here."""
+    pairs = [(demonstration, 1.0) for demonstration in demonstrations]
     return micro_batches(pairs, config.micro_tokens, "cpu")
 
 
@@ -263,7 +260,7 @@ def validation_loss(
 ) -> float:
     """The loss on held-out conversations, without dropout."""
     batches = in_batches(demonstrations, config)
-    return loss_and_backward(model, batches, "validating", ranks, learn=False)["loss"]
+    return pass_over(model, batches, "validating", ranks, learn=False)["loss"]
 
 
 @torch.no_grad()
@@ -285,8 +282,8 @@ def validation_samples(model, demonstrations: list[Trajectory], run: Run, device
 
 def load_data(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Trajectory], list[Trajectory]]:
     """Conversations to train on, and conversations to validate on."""
-    data = read_demonstrations(config.data or SHIPPED_DATA, tokenizer, config.max_length)
-    held_out = config.eval_data or ("" if config.data else SHIPPED_EVAL_DATA)
+    data = read_demonstrations(config.data or DEMONSTRATIONS, tokenizer, config.max_length)
+    held_out = config.eval_data or ("" if config.data else EVAL_DEMONSTRATIONS)
     if held_out:
         return data, read_demonstrations(held_out, tokenizer, config.max_length)
     if len(data) < 2:
@@ -327,7 +324,9 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
     )
     run = start_run(config, "sft", model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
-    return Trainer(*parts), data, validation
+    trainer = Trainer(*parts)
+    trainer.ranks.lead(config.seed + run.step)
+    return trainer, data, validation
 
 
 async def evaluate(trainer: Trainer, validation: list[Trajectory]) -> dict:
@@ -367,7 +366,7 @@ async def train(config: SFTConfig) -> None:
             chosen = tasks_of_step(data, run.step, config.batch_size, config.seed)
             batches = in_batches(chosen, config)
             tokens = sum(len(demonstration.token_ids) for demonstration in chosen)
-            metrics = loss_and_backward(model, batches, f"step {step}", ranks)
+            metrics = pass_over(model, batches, f"step {step}", ranks)
             metrics["grad_norm"] = ranks.everywhere(step_together, run.step, config)
             whole, run.step, seconds = False, step, time.monotonic() - clock
             validates = config.eval_every and step % config.eval_every == 0

@@ -19,8 +19,7 @@ from distributed import shard_base, traffic, world_size
 from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
-from full import trainable
-from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of, trainable
 from model import Qwen3
 from quant import quantize_base
 from run import Run, cut_back, load_checkpoint, open_run, run_name
@@ -62,6 +61,7 @@ def load_environments(config: RunConfig) -> tuple[Any, Any]:
 
 
 def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
+    """ValueError for a question whose prompt alone fills an episode."""
     for task in tasks:
         length = len(tokenizer.prompt_ids(environment, task))
         if length >= max_length:
@@ -80,7 +80,7 @@ def load_replica(config: Config) -> tuple:
     started_from = Path(config.output) / "reference"  # a resumed run has its own copy
     if config.init_adapter:
         resumed = config.resume and started_from.is_dir()
-        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+        load_init_adapter(model, lora, started_from if resumed else Path(config.init_adapter))
     frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
     return model, lora, optimizer, size, frozen
 
@@ -110,7 +110,7 @@ def load_policy(config: RunConfig) -> tuple[Qwen3, LoRAConfig | None, torch.opti
     return model, lora, optimizer, base_parameters
 
 
-def start_from(model, lora: LoRAConfig, directory: Path) -> None:
+def load_init_adapter(model, lora: LoRAConfig, directory: Path) -> None:
     """Loads an adapter into the trainable one, and a frozen copy of it beside: the reference.
 
     Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.

@@ -134,7 +134,6 @@ class Trainer:
 
     def __post_init__(self):
         self.ranks = Ranks(self.model, self.optimizer, self.frozen)
-        self.ranks.lead(self.config.seed + self.run.step)
 
     def publish(self) -> None:
         """Ships version run.step: writes its directory, loads it, retires those before that no
@@ -277,7 +276,9 @@ def set_up(config: Config) -> Trainer:
     )
     run = start_run(config, config.environment, model, lora, optimizer, size, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
-    return Trainer(*parts, frozen, Pipeline(config.max_staleness))
+    trainer = Trainer(*parts, frozen, Pipeline(config.max_staleness))
+    trainer.ranks.lead(config.seed + run.step)
+    return trainer
 
 
 def vllm_client(config: Config, model, urls, last_words=VLLMEngine.NO_LOG) -> VLLMEngine:

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from config import Config, eval_draws
 from distributed import Ranks
-from full import trainable
 from grpo import kl_estimates, kl_loss, mismatch_metrics, policy_loss
-from lora import use_adapters
+from lora import trainable, use_adapters
 from model import Qwen3
 from rollout import Trajectory
 

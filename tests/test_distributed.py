@@ -195,7 +195,7 @@ def validated(sharded: bool = False) -> tuple:
     config = sft.SFTConfig(micro_tokens=40)
     losses = [sft.validation_loss(model, episodes, config, ranks)]
     batches = sft.in_batches(episodes, config)
-    metrics = sft.loss_and_backward(model, batches, ranks=ranks)
+    metrics = sft.pass_over(model, batches, ranks=ranks)
     gradients = ranks.everywhere(step_and_show, 0, Config(**CONFIG))
     losses.append(sft.validation_loss(model, episodes, config, ranks))
     return losses, metrics, gradients

@@ -112,7 +112,6 @@ def test_the_update_is_alpha_over_r_times_B_A(config, lora, seed):
         W0.copy_(W0.double() + lora.alpha / lora.rank * (B @ A))
     assert len(lora_layers(model)) == config.num_hidden_layers * len(lora.target_modules)
     close(model(ids), plain(ids))
-    x = torch.randn(4, config.hidden_size)
     for name, layer in lora_layers(model).items():
         x = torch.randn(4, layer.base.in_features)
         close(layer(x), plain.get_submodule(name)(x))

@@ -361,9 +361,7 @@ def test_the_loss_is_the_cross_entropy_of_the_marked_tokens_however_they_are_spl
     naive = F.cross_entropy(torch.cat(logits), torch.cat(labels), ignore_index=-100)
     expected = torch.autograd.grad(naive, parameters)
 
-    metrics = sft.loss_and_backward(
-        model, sft.in_batches(episodes, sft.SFTConfig(micro_tokens=tokens))
-    )
+    metrics = sft.pass_over(model, sft.in_batches(episodes, sft.SFTConfig(micro_tokens=tokens)))
     assert metrics["loss"] == pytest.approx(naive.item(), abs=1e-5)
     assert metrics["tokens_trained"] == sum(sum(episode.loss_mask) for episode in episodes)
     for parameter, gradient in zip(parameters, expected, strict=True):
