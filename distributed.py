@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,16 @@ def noticing_loss(patience: timedelta = PATIENCE) -> Iterator[None]:
 
 
 # --- ranks ----------------------------------------------------------------------------------------
+
+
+class Replica(NamedTuple):
+    """What every rank holds, rank 0 too; start.py makes it."""
+
+    model: nn.Module
+    lora: Any  # the adapter's LoRAConfig; None: there is none, every weight is trained
+    optimizer: torch.optim.Optimizer
+    base_parameters: int
+    frozen: nn.Module | None = None  # the reference of full fine-tuning
 
 
 def world_size() -> int:
@@ -121,8 +131,8 @@ def follow() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if first := take():
         load, arguments = first
-        model, _, optimizer, _, *frozen = load(*arguments)
-        ranks = Ranks(model, optimizer, *frozen)
+        replica = load(*arguments)
+        ranks = Ranks(replica.model, replica.optimizer, replica.frozen)
         while order := take():
             ranks.obey(*order)
     dist.destroy_process_group()
@@ -145,10 +155,10 @@ def exchange(orders: list | None) -> Any:
     return received[0]
 
 
-def recruit(load: Callable, *arguments) -> tuple:
+def recruit(load: Callable[..., Replica], *arguments) -> Replica:
     """load(*arguments) on every rank, which keeps what it made; returns rank 0's.
 
-    load: a function that all ranks can import; (model, ..., optimizer, ..., frozen or nothing).
+    load: a function that all ranks can import.
     """
     if world_size() > 1:
         give([(load, arguments)] * world_size())

@@ -310,7 +310,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         named = config.environment or "wiki_search"  # that of the default data
         environment, held_out = load_environments(replace(config, environment=named))
         check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer, size = recruit(load_policy, config)
+    model, lora, optimizer, *_ = replica = recruit(load_policy, config)
     if config.max_length > model.config.max_position_embeddings:
         raise ValueError(
             f"--max-length {config.max_length} is more than the model's "
@@ -322,7 +322,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         f"{len(data)} conversations to train on ({config.steps * config.batch_size / len(data):.1f}"
         f" epochs), {len(validation)} to validate on"
     )
-    run = start_run(config, "sft", model, lora, optimizer, size, heading)
+    run = start_run(config, "sft", replica, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     trainer = Trainer(*parts)
     trainer.ranks.lead(config.seed + run.step)

@@ -15,7 +15,7 @@ import torch
 from broadcast import load_adapter, read_adapter, save_adapter
 from chat import Tokenizer
 from config import ASSETS, Config, RunConfig
-from distributed import shard_base, traffic, world_size
+from distributed import Replica, shard_base, traffic, world_size
 from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
@@ -71,23 +71,23 @@ def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: in
             )
 
 
-def load_replica(config: Config) -> tuple:
-    """What every rank holds: load_policy's, started from --init-adapter, and the frozen reference
-    of full fine-tuning."""
+def load_replica(config: Config) -> Replica:
+    """load_policy's, started from --init-adapter, with the frozen reference of full fine-tuning."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    model, lora, optimizer, size = load_policy(config)
-    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
+    replica = load_policy(config)
+    model, started_from = replica.model, Path(config.output) / "reference"
     if config.init_adapter:
-        resumed = config.resume and started_from.is_dir()
-        load_init_adapter(model, lora, started_from if resumed else Path(config.init_adapter))
+        resumed = config.resume and started_from.is_dir()  # a resumed run has its own copy
+        directory = started_from if resumed else Path(config.init_adapter)
+        load_init_adapter(model, replica.lora, directory)
     frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
-    return model, lora, optimizer, size, frozen
+    return replica._replace(frozen=frozen)
 
 
-def load_policy(config: RunConfig) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
-    """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
-    trained, the base's size."""
+def load_policy(config: RunConfig) -> Replica:
+    """The frozen base with a fresh adapter in it (--full: neither), and the optimizer of what is
+    trained."""
     device = "cpu" if config.shard_base else config.device  # whole on the host at first
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -107,7 +107,7 @@ def load_policy(config: RunConfig) -> tuple[Qwen3, LoRAConfig | None, torch.opti
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
         raise RuntimeError("the optimizer's parameters are not those that require gradients")
-    return model, lora, optimizer, base_parameters
+    return Replica(model, lora, optimizer, base_parameters)
 
 
 def load_init_adapter(model, lora: LoRAConfig, directory: Path) -> None:
@@ -128,25 +128,22 @@ def load_init_adapter(model, lora: LoRAConfig, directory: Path) -> None:
     add_adapter(model, REFERENCE, found, tensors)
 
 
-def start_run(
-    config, job: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
-) -> Run:
+def start_run(config: RunConfig, job: str, replica: Replica, heading: str) -> Run:
     """The run's directory and what its last checkpoint holds; prints the heading and the sizes.
 
     job: what the directory is named after, if the configuration names none.
     """
     run = open_run(config, run_name(config, job))
     try:
-        return fill_run(config, run, model, lora, optimizer, base_parameters, heading)
+        return fill_run(config, run, replica, heading)
     except BaseException:
         run.release()
         raise
 
 
-def fill_run(
-    config, run: Run, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
-) -> Run:
+def fill_run(config: RunConfig, run: Run, replica: Replica, heading: str) -> Run:
     """The rest of start_run, with the directory in hand."""
+    model, lora, optimizer, base_parameters, _ = replica
     reference = run.directory / "reference"
     if config.init_adapter and not reference.is_dir():
         save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes

@@ -264,7 +264,7 @@ def set_up(config: Config) -> Trainer:
     tokenizer = load_tokenizer(config.model)
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer, size, frozen = recruit(load_replica, config)
+    model, lora, optimizer, _, frozen = replica = recruit(load_replica, config)
     engine = None  # a server of the run's own starts when there is a directory for its log
     if config.engine == "torch" and not config.max_staleness:
         engine = TorchEngine(model, config.slots, config.max_length)
@@ -274,7 +274,7 @@ def set_up(config: Config) -> Trainer:
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
     )
-    run = start_run(config, config.environment, model, lora, optimizer, size, heading)
+    run = start_run(config, config.environment, replica, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
     trainer = Trainer(*parts, frozen, Pipeline(config.max_staleness))
     trainer.ranks.lead(config.seed + run.step)
