@@ -151,7 +151,7 @@ class LoRAGrouped(LoRALinear):
     """The same beside the E matrices of a projection of experts: A (E, R, in), B (E, out, R).
 
     Every expert has an A and a B of its own. A segment's rows become the (token, expert) pairs of
-    those rows, which stay sorted by expert: groups of one adapter and one expert.
+    those rows, which stay sorted by expert; what segments.py prepares (`batch`) has no part in it.
     """
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
