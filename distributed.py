@@ -46,9 +46,9 @@ from torch import nn
 
 from lora import trainable
 
-# How long ranks wait for one another within an order, which is for all at once; and for the next
-# order, while rank 0 samples or evaluates. Only a rank that hangs is waited for that long: one that
-# dies closes its connections.
+# How long ranks wait for one another within an order, which is for all at once, and rank 0 until
+# all take one; and how long the others wait for one, while rank 0 samples or evaluates. Only a rank
+# that hangs is waited for that long: one that dies closes its connections.
 PATIENCE, ORDER_PATIENCE = timedelta(minutes=30), timedelta(days=7)
 order_group: dist.ProcessGroup | None = None  # of all ranks, with the second; made by join
 
@@ -149,8 +149,9 @@ def take() -> Any:
 
 
 def exchange(orders: list | None) -> Any:
-    received = [None]
-    with noticing_loss(ORDER_PATIENCE):
+    received, patience = [None], PATIENCE if orders else ORDER_PATIENCE
+    with noticing_loss(patience):
+        dist.monitored_barrier(order_group, timeout=patience)
         dist.scatter_object_list(received, orders, src=0, group=order_group)
     return received[0]
 

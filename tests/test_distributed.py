@@ -313,15 +313,17 @@ def sleep(ranks: Ranks, share: list, seconds: float) -> list:
 def test_the_others_wait_for_orders_longer_than_for_one_another(tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "PATIENCE", timedelta(seconds=3))
 
-    def lead(sampling: float = 0, share: float = 0):
+    def lead(sampling: float = 0, order: float = 0, share: float = 0):
         model, _, optimizer, *_ = distributed.recruit(replica, 0)
         time.sleep(sampling)
+        Ranks(model, optimizer).everywhere(sleep, [], order)
         return Ranks(model, optimizer).map(sleep, [1, 2], share)
 
     assert together(2, partial(lead, sampling=6), tmp_path) == ([1, 2], [0, 0])
-    start = time.monotonic()
-    assert together(2, partial(lead, share=12), tmp_path)[1][0] == 3  # LostRank: it hangs
-    assert time.monotonic() - start < 30
+    for hanging in ({"order": 12}, {"share": 12}):
+        start = time.monotonic()
+        assert together(2, partial(lead, **hanging), tmp_path)[1][0] == 3  # LostRank
+        assert time.monotonic() - start < 30
 
 
 # --- what is said ---------------------------------------------------------------------------------
