@@ -229,7 +229,7 @@ def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]
     unknown = [target for target in target_modules if target not in available]
     if unknown and set(target_modules) != set(TARGETS):
         ignored = f"target_modules {unknown} are not in this model and ignored; it has {available}"
-        warnings.warn(ignored, stacklevel=3)
+        warnings.warn(ignored, stacklevel=1)  # from one place: said once
     return names
 
 

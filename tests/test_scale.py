@@ -460,7 +460,7 @@ shapes_of_any_kind = st.one_of(tiny_configs(), tiny_moe_configs())
 
 @few
 @given(shapes=shapes_of_any_kind, lora=lora_configs(), seed=seeds)
-@pytest.mark.filterwarnings("ignore:rank:UserWarning")
+@pytest.mark.filterwarnings("ignore:rank:UserWarning", "ignore:target_modules:UserWarning")
 def test_planned_flops_are_those_that_torch_counts(shapes, lora, seed):
     lora = dataclasses.replace(lora, target_modules=(*lora.target_modules, "q_proj", "experts"))
     torch.manual_seed(seed)
@@ -492,7 +492,7 @@ def test_planned_flops_of_full_fine_tuning():
 
 @few
 @given(shapes=shapes_of_any_kind, lora=lora_configs(), dtype=dtypes)
-@pytest.mark.filterwarnings("ignore:rank:UserWarning")
+@pytest.mark.filterwarnings("ignore:rank:UserWarning", "ignore:target_modules:UserWarning")
 def test_planned_bytes_are_those_that_autograd_keeps(shapes, lora, dtype):
     if shapes.num_experts:  # which may have no other MLP
         lora = dataclasses.replace(lora, target_modules=(*lora.target_modules, "experts"))
@@ -519,8 +519,7 @@ def test_planned_bytes_of_gradient_checkpointing_are_the_layers_inputs_and_one_l
 
 @few
 @given(shapes=shapes_of_any_kind, lora=lora_configs(), length=st.integers(2, 40))
-@pytest.mark.filterwarnings("ignore:rank:UserWarning")
-@pytest.mark.filterwarnings("ignore:target_modules:UserWarning")
+@pytest.mark.filterwarnings("ignore:rank:UserWarning", "ignore:target_modules:UserWarning")
 def test_planned_parameters_optimizer_cache_and_adapter_are_to_the_byte(shapes, lora, length):
     lora = dataclasses.replace(lora, target_modules=(*lora.target_modules, "q_proj"))
     model = tiny_model(shapes)
@@ -586,6 +585,7 @@ def test_a_configuration_fits_the_device_that_it_names(file, capsys):
         assert re.search(rf"^  {part} +[\d.]+ [kMGT]?B$", printed, re.MULTILINE), part
 
 
+@pytest.mark.filterwarnings("ignore:target_modules:UserWarning")
 def test_what_takes_more_memory_is_planned_to_and_what_does_not_fit_is_said():
     config = configured(ROOT / "configs" / "wiki_search.toml")
 
