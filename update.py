@@ -36,7 +36,7 @@ MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
 # a heavy tail; a sampler that serves the base has a KL of 3e-2, rounding one of 1e-4.
 MISMATCH_ALARM = {"float32": ("mismatch_max", 1e-3), "bfloat16": ("mismatch_kl", 2e-3)}
 # How far the trainer's logprobs of a probe must have moved before rounding cannot hide whether the
-# server's have: ten times what it is in fp32, more than it is for 99 tokens in 100 in bf16.
+# server's have: ten times the largest gap in fp32, three times that of 72 probes in bf16, 0.03.
 PROBE_MOVED = {"float32": 1e-4, "bfloat16": 0.1}
 # And what ends a run before its first step: above what routers that choose otherwise in the sampler
 # bring about, in bfloat16 a KL of 1.5e-3 for Qwen3-30B-A3B (arXiv 2510.11370).
