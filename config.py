@@ -1,4 +1,4 @@
-"""What a run can be told: one dataclass, filled by defaults, then a TOML file, then flags.
+"""What a run can be told: a dataclass, filled by defaults, then a TOML file, then flags.
 
     python train.py --config my.toml --steps 50      every field is a key there and a flag here
 
@@ -46,24 +46,21 @@ def vllm_rank(rank: int) -> int:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Trains a LoRA adapter by reinforcement learning and writes it as a PEFT directory."""
+class RunConfig:
+    """What both runs can be told, reinforcement learning (Config) and supervised (sft.py)."""
 
     rank: int = 8
     """Rank of the adapter on every target."""
     alpha: float = 32.0
     """The update is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Dropout on the adapter's input; it makes trainer and sampler differ, so leave it at 0."""
+    """Dropout on the adapter's input; leave it at 0 in reinforcement learning, where it makes
+    trainer and sampler differ."""
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
     full: bool = False
     """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
     times smaller than an adapter's."""
-
-    init_adapter: str = ""
-    """Adapter directory to start from (of sft.py or another run), whose frozen copy is then the
-    reference; without one B is 0 and the base is the reference."""
 
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""
@@ -75,23 +72,67 @@ class Config:
     """Where to compute, e.g. cpu or cuda."""
     shard_base: bool = False
     """Each rank of torchrun holds a part of the frozen base only (FSDP2); for a base that does not
-    fit one device. It needs --engine vllm."""
+    fit one device. No rank samples from it then: train.py needs --engine vllm, sft.py answers no
+    questions."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again: less memory,
     about a third more time, the same gradients."""
+    micro_tokens: int = 4096
+    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
+
+    steps: int = 24
+    """Optimizer steps, one for each batch."""
+    lr: float = 1.5e-3
+    """Learning rate of Adam, constant after the warm-up."""
+    warmup: int = 3
+    """Steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    max_length: int = 512
+    """Tokens of an episode, prompt included."""
 
     environment: Literal[tuple(ENVIRONMENTS)] = "wiki_search"
     """The task, a file in environments/. Its own small data is used where none is named below."""
-    questions: str = ""
-    """Training questions (question, answer): JSONL, parquet, or a Hub dataset."""
     eval_questions: str = ""
     """Held-out questions; without them the last quarter of --questions is held out."""
     corpus: str = ""
     """wiki_search: pages to search (id, title, content)."""
-    eval_corpus: str = ""
-    """wiki_search: pages that held-out questions are about, if they are others."""
     search_results: int = 3
     """wiki_search: pages that one search shows."""
+    eval_size: int = 264
+    """Held-out questions answered before and after training."""
+    max_turns: int = 10
+    """Turns of an episode; one that still calls a tool then has reward 0."""
+    max_new_tokens: int = 64
+    """Tokens of a turn."""
+    slots: int = 128
+    """Episodes of a batch that the engine, or each server, samples at once."""
+
+    seed: int = 0
+    """A seed repeats its run exactly on the same machine."""
+    eval_every: int = 0
+    """Also evaluate every so many steps; 0 for never."""
+    save_every: int = 10
+    """Steps between checkpoints."""
+    output: str = ""
+    """Directory of the run; by default a new one under runs/."""
+    resume: bool = False
+    """Go on with the run in --output; only --steps, --shard-base, --gradient-checkpointing and
+    servers may differ."""
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Trains a LoRA adapter by reinforcement learning and writes it as a PEFT directory."""
+
+    init_adapter: str = ""
+    """Adapter directory to start from (of sft.py or another run), whose frozen copy is then the
+    reference; without one B is 0 and the base is the reference."""
+
+    questions: str = ""
+    """Training questions (question, answer): JSONL, parquet, or a Hub dataset."""
+    eval_corpus: str = ""
+    """wiki_search: pages that held-out questions are about, if they are others."""
     score: Literal["exact", "overlap"] = "exact"
     """wiki_search: reward by the rule for the final answer, see environments/wiki_search.py."""
     judge_url: str = ""
@@ -100,27 +141,12 @@ class Config:
     judge_model: str = ""
     """The judge's name at --judge-url."""
 
-    steps: int = 24
-    """Optimizer steps, one for each batch of episodes."""
     groups: int = 16
     """Questions per step (P)."""
     group_size: int = 8
     """Episodes per question (G)."""
     temperature: float = 1.0
     """Sampling temperature, the same in the trainer's logprobs."""
-    max_turns: int = 10
-    """Turns of an episode; one that still calls a tool then has reward 0."""
-    max_new_tokens: int = 64
-    """Tokens of a turn."""
-    max_length: int = 512
-    """Tokens of an episode, prompt included."""
-
-    lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up; with --full try a tenth of it."""
-    warmup: int = 3
-    """Steps of linear warm-up."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
     loss: Literal[tuple(LOSSES)] = "grpo"
     """Policy loss, see grpo.py."""
     advantage_scale: Literal["none", "std"] = "none"
@@ -128,25 +154,15 @@ class Config:
     kl: float = 0.0
     """Weight of the KL to the reference: the base with the adapter off (--full: a copy of it), or
     --init-adapter."""
-
-    seed: int = 0
-    """A seed repeats its run exactly on the same machine."""
-    eval_size: int = 264
-    """Held-out questions answered before and after training."""
     eval_samples: int = 1
-    """Episodes of each of them: one is greedy, more are sampled at --temperature."""
-    eval_every: int = 0
-    """Also evaluate every so many steps; 0 for never."""
-    save_every: int = 10
-    """Steps between checkpoints."""
+    """Episodes of each held-out question: one is greedy, more are sampled at --temperature."""
+
     engine: Literal["torch", "vllm"] = "torch"
     """What samples: torch, embedded; vllm, a server that the run starts and ends."""
     vllm_url: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """vLLM server that is there already (repeatable); it must see --output's broadcasts."""
     vllm_timeout: float = 600.0
     """Seconds for an answer; a server that takes longer hangs."""
-    slots: int = 128
-    """Episodes of a batch that the engine, or each server, samples at once."""
     max_staleness: int = 0
     """Steps that a batch's version may be behind the one it trains. 0: sample, then train; 1 or
     more: at the same time, the sampler in a process of its own (pipeline.py)."""
@@ -154,13 +170,7 @@ class Config:
     """Threads of the trainer's torch; 0 leaves it to torch and OMP_NUM_THREADS."""
     sampler_threads: int = 0
     """The same of a server that the run starts."""
-    micro_tokens: int = 4096
-    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
 
-    output: str = ""
-    """Directory of the run; by default a new one under runs/."""
-    resume: bool = False
-    """Go on with the run in --output; only --steps, servers and what saves memory may differ."""
     eval_only: bool = False
     """Only answer the held-out questions, by the base or --init-adapter, and stop."""
     plan: bool = False
@@ -194,7 +204,7 @@ def parse_config(arguments: list[str], kind: type = Config):
     return config
 
 
-def check_config(config) -> None:
+def check_config(config: RunConfig) -> None:
     """ValueError for what would fail or mislead later; of the fields that the dataclass has."""
     positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
         eval_size eval_samples save_every micro_tokens lr temperature max_grad_norm
@@ -218,23 +228,22 @@ def check_config(config) -> None:
         )
     if isinstance(config, Config):
         check_modes(config)
-    if not getattr(config, "plan", False):  # which is for another machine
+    if not config.plan:  # which is for another machine
         check_machine(config)
 
 
-def check_machine(config) -> None:
+def check_machine(config: RunConfig) -> None:
     """ValueError for what this machine lacks."""
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: this torch sees no such device; use cpu")
-    engine, urls = getattr(config, "engine", "torch"), getattr(config, "vllm_url", ())
-    if engine == "vllm" and not urls and find_spec("vllm") is None:
+    if config.engine == "vllm" and not config.vllm_url and find_spec("vllm") is None:
         raise ValueError(
             "vLLM is not installed in this environment (the README says how), so --engine vllm "
             "needs servers that are there, each named by --vllm-url"
         )
 
 
-def check_full(config) -> None:
+def check_full(config: RunConfig) -> None:
     """ValueError for what means nothing, or fails, where every weight is trained."""
     for name in ("rank", "alpha", "dropout", "target_modules"):
         if getattr(config, name) != getattr(type(config), name):
@@ -302,10 +311,9 @@ def check_modes(config: Config) -> None:
         raise ValueError("--eval-only, --plan, --rehearse and --resume are four things to do")
 
 
-def eval_draws(config) -> tuple[int, float]:
+def eval_draws(config: RunConfig) -> tuple[int, float]:
     """Samples of a held-out question and their temperature: one is greedy, several must differ."""
-    samples = getattr(config, "eval_samples", 1)  # sft.py's configuration has none
-    return samples, config.temperature if samples > 1 else 0.0
+    return config.eval_samples, config.temperature if config.eval_samples > 1 else 0.0
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -352,7 +360,7 @@ def read_toml(file: Path, kind: type) -> dict:
     return raw
 
 
-def to_toml(config) -> str:
+def to_toml(config: RunConfig) -> str:
     """The resolved configuration; strings and lists as JSON, which TOML reads alike."""
     return "".join(
         f"{key} = {json.dumps(value, ensure_ascii=False)}\n"

@@ -25,7 +25,7 @@ forward pass then takes all ranks: in rank 0's own (probe, self-check) the other
 a rank without a micro-batch computes an empty one.
 
 A rank that dies closes its connections: whoever waits for it raises LostRank, and torchrun ends the
-rest. Rank 0 saves what was whole first. A rank that hangs is noticed after PATIENCE.
+rest. Rank 0 saves what was whole first. A rank that hangs in an order is noticed after PATIENCE.
 
 Left out on purpose: sampling on other ranks than 0 (vLLM scales it, by its own parallelism and by
 more servers), dropout masks that do not depend on the number of ranks.
@@ -38,15 +38,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from full import trainable
+from lora import trainable
 
-PATIENCE = timedelta(hours=1)  # longer than rank 0 ever samples between two orders
+# How long ranks wait for one another within an order, which is for all at once, and rank 0 until
+# all take one; and how long the others wait for one, while rank 0 samples or evaluates. Only a rank
+# that hangs is waited for that long: one that dies closes its connections.
+PATIENCE, ORDER_PATIENCE = timedelta(minutes=30), timedelta(days=7)
+order_group: dist.ProcessGroup | None = None  # of all ranks, with the second; made by join
 
 
 class LostRank(RuntimeError):
@@ -54,15 +58,28 @@ class LostRank(RuntimeError):
 
 
 @contextmanager
-def noticing_loss() -> Iterator[None]:
+def noticing_loss(patience: timedelta = PATIENCE) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
-        raise LostRank(f"another rank died, or hung for {PATIENCE} hours ({reason})") from error
+        minutes = patience.total_seconds() / 60
+        raise LostRank(
+            f"another rank died, or hung for {minutes:.0f} minutes ({reason})"
+        ) from error
 
 
 # --- ranks ----------------------------------------------------------------------------------------
+
+
+class Replica(NamedTuple):
+    """What every rank holds, rank 0 too; start.py makes it."""
+
+    model: nn.Module
+    lora: Any  # the adapter's LoRAConfig; None: there is none, every weight is trained
+    optimizer: torch.optim.Optimizer
+    base_parameters: int
+    frozen: nn.Module | None = None  # the reference of full fine-tuning
 
 
 def world_size() -> int:
@@ -79,9 +96,11 @@ def join() -> None:
     """Meets the other ranks that torchrun started, each on the GPU of its LOCAL_RANK, if any."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    global order_group
     # Objects travel over gloo, a GPU's gradients over NCCL.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
+    order_group = dist.new_group(backend="gloo", timeout=ORDER_PATIENCE)
 
 
 @contextmanager
@@ -96,8 +115,9 @@ def leading() -> Iterator[None]:
     except LostRank:
         raise  # who is left cannot be reached: an order is for all
     except BaseException:
-        with suppress(LostRank):  # they may have failed in the same way
-            give([None] * world_size())
+        if dist.is_initialized():  # else it failed within an order, see Ranks.obey
+            with suppress(LostRank):
+                give([None] * world_size())
         raise
     give([None] * world_size())
     dist.destroy_process_group()
@@ -111,8 +131,8 @@ def follow() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if first := take():
         load, arguments = first
-        model, _, optimizer, _, *frozen = load(*arguments)
-        ranks = Ranks(model, optimizer, *frozen)
+        replica = load(*arguments)
+        ranks = Ranks(replica.model, replica.optimizer, replica.frozen)
         while order := take():
             ranks.obey(*order)
     dist.destroy_process_group()
@@ -120,20 +140,26 @@ def follow() -> None:
 
 def give(orders: list) -> Any:
     """Rank 0 sends each rank its order, and gets its own."""
-    received = [None]
-    with noticing_loss():
-        dist.scatter_object_list(received, orders, src=0)
-    return received[0]
+    return exchange(orders)
 
 
 def take() -> Any:
-    return give(None)
+    """The order of another rank, for which it waits."""
+    return exchange(None)
 
 
-def recruit(load: Callable, *arguments) -> tuple:
+def exchange(orders: list | None) -> Any:
+    received, patience = [None], PATIENCE if orders else ORDER_PATIENCE
+    with noticing_loss(patience):
+        dist.monitored_barrier(order_group, timeout=patience)
+        dist.scatter_object_list(received, orders, src=0, group=order_group)
+    return received[0]
+
+
+def recruit(load: Callable[..., Replica], *arguments) -> Replica:
     """load(*arguments) on every rank, which keeps what it made; returns rank 0's.
 
-    load: a function that all ranks can import; (model, ..., optimizer, ..., frozen or nothing).
+    load: a function that all ranks can import.
     """
     if world_size() > 1:
         give([(load, arguments)] * world_size())
@@ -151,6 +177,7 @@ class Ranks:
     def __post_init__(self):
         self.size, self.number = world_size(), dist.get_rank() if world_size() > 1 else 0
         self.sharded = is_sharded(self.model)
+        self.device = next(iter(trainable(self.model).values())).device  # of what it computes
         self.busy = False  # all are in one order
 
     def lead(self, seed: int) -> None:
@@ -163,12 +190,13 @@ class Ranks:
             torch.save((state, self.optimizer.state_dict()), data := io.BytesIO())
             self.everywhere(adopt, data.getvalue(), seed)
         if self.sharded:
-            alone = self.model.token_logprobs
+            alone = self.model.token_logprobs  # which FSDP has wrapped, to gather for a pass
 
             def token_logprobs(*arguments):
-                if not self.busy:
-                    give([(accompany, (), False)] * self.size)
-                return alone(*arguments)
+                if self.busy:  # within an order, which has all ranks make this pass
+                    return alone(*arguments)
+                give([(accompany, (), False)] * self.size)
+                return self.obey(lambda ranks: alone(*arguments), (), False)
 
             self.model.token_logprobs = token_logprobs
 
@@ -195,10 +223,18 @@ class Ranks:
         return [results[i % self.size][i // self.size] for i in range(len(items))]
 
     def obey(self, function: Callable, arguments: tuple, answers: bool) -> Any:
-        """Carries out an order; with `answers`, rank 0 gets the results of all ranks."""
+        """Carries out an order; with `answers`, rank 0 gets the results of all ranks.
+
+        If rank 0 fails in it, it leaves the others: where each of them waits, nobody knows, and no
+        order would find them there. Unless they failed as well, they raise LostRank.
+        """
         self.busy = True
         try:
             result = function(self, *arguments)
+        except BaseException:
+            if self.size > 1 and self.number == 0:
+                dist.destroy_process_group()
+            raise
         finally:
             self.busy = False
         if not answers:
@@ -256,8 +292,10 @@ def traffic(trained: int, weights: int, sharded: bool = False) -> str:
 def shard_base(model: nn.Module, device: str) -> None:
     """Leaves on this rank, on its device, 1/N of each tensor of a frozen model; on all ranks alike.
 
-    Call it before inject_lora. The tensors move a layer at a time: the whole model has to fit the
-    host's memory, not the device's.
+    Call it before inject_lora. The tensors move a layer at a time: no device has to hold the whole
+    model, but each rank has read one into the host's memory: of a mixture, whose experts are
+    stacked, N copies for N ranks of a host; of a dense model in its own dtype the ranks share the
+    pages of the file.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -279,9 +317,9 @@ def is_sharded(model: nn.Module) -> bool:
 def accompany(ranks: Ranks) -> None:
     """Takes part in a forward pass that rank 0 alone needs."""
     if ranks.number:
-        device = next(iter(trainable(ranks.model).values())).device
-        nothing = torch.zeros(1, 1, dtype=torch.bool, device=device)
-        ranks.model.token_logprobs(torch.zeros(1, 2, dtype=torch.long, device=device), nothing)
+        nothing = torch.zeros(1, 1, dtype=torch.bool, device=ranks.device)
+        token_ids = torch.zeros(1, 2, dtype=torch.long, device=ranks.device)
+        ranks.model.token_logprobs(token_ids, nothing)
 
 
 def check_ranks(config) -> None:
@@ -295,7 +333,7 @@ def check_ranks(config) -> None:
         return
     if config.device not in ("cpu", "cuda"):
         raise ValueError(f"--device {config.device} would be every rank's; say cuda, each has one")
-    if getattr(config, "engine", "") == "vllm" and not config.vllm_url:
+    if config.engine == "vllm" and not config.vllm_url:
         raise ValueError(
             "a vLLM server of the run's own would share rank 0's device and environment; start "
             "servers beside it and name each by --vllm-url"

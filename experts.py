@@ -23,8 +23,8 @@ a known cause of collapse (arXiv 2510.11370, whose remedy is to replay the sampl
 
 Axes: S sequences, T tokens, k experts of a token, N = S T k pairs, E experts, D hidden.
 
-Left out on purpose: that replay, the load-balancing loss (the router is frozen here), shared
-experts (Qwen3 has none), expert parallelism.
+Left out on purpose: that replay, the load-balancing loss (beside an adapter the router is frozen;
+with --full it trains, and without that loss), shared experts (Qwen3 has none), expert parallelism.
 """
 
 import re

@@ -27,21 +27,15 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from checkpoint import check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import split_experts
-from lora import lora_parameters
+from lora import trainable
 
 # What stands beside the weights in a Hugging Face checkpoint, where the model that was trained has
 # it: how to tokenize, how to render a chat, where to stop.
 COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja
     special_tokens_map.json added_tokens.json vocab.json merges.txt""".split()
-
-
-def trainable(model: nn.Module) -> dict[str, Parameter]:
-    """What the optimizer moves: the adapter, or all weights of a model that has none."""
-    return lora_parameters(model) or dict(model.named_parameters())
 
 
 def check_finite(model: nn.Module) -> None:

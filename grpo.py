@@ -167,10 +167,9 @@ def policy_loss(
         weighs the same (as in DAPO; dividing by a sequence's length favours short wins and long
         losses, Dr. GRPO section 3.1).
 
-    Metrics are sums over the selected tokens, to be added up over micro-batches and divided by
-    "tokens": "ratio_sum", and "clipped_low" and "clipped_high", the tokens on which a bound was
-    at work (tis, cispo: the weight was clipped; the others: the policy gradient was dropped).
-    "ratio_max" combines by max.
+    Metrics add up over micro-batches: "clipped_low" and "clipped_high" are the selected tokens on
+    which a bound was at work (tis, cispo: the weight was clipped; the others: the policy gradient
+    was dropped).
 
     Raises ValueError on an unknown kind, on shapes that don't fit and on a denominator that isn't
     positive, TypeError on a setting that the loss doesn't have.
@@ -196,11 +195,7 @@ def policy_loss(
 
     loss_of = LOSSES[kind]
     loss, too_low, too_high = loss_of(logprobs, sampler_logprobs, advantages, mask, **settings)
-    ratio = torch.exp(logprobs - sampler_logprobs).detach()
     metrics = {
-        "tokens": mask.sum().item(),
-        "ratio_sum": masked_sum(ratio, mask).item(),
-        "ratio_max": torch.where(mask, ratio, 0.0).max().item(),
         "clipped_low": masked_sum(too_low, mask).item(),
         "clipped_high": masked_sum(too_high, mask).item(),
     }

@@ -154,7 +154,7 @@ class LoRAGrouped(LoRALinear):
     """The same beside the E matrices of a projection of experts: A (E, R, in), B (E, out, R).
 
     Every expert has an A and a B of its own. A segment's rows become the (token, expert) pairs of
-    those rows, which stay sorted by expert: groups of one adapter and one expert.
+    those rows, which stay sorted by expert; what segments.py prepares (`batch`) has no part in it.
     """
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
@@ -213,8 +213,8 @@ def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]
     """Names of the linear layers whose target name is one of `target_modules`.
 
     Raises ValueError for the embedding, the head or the router as a target and if nothing matches.
-    A name that matches nothing is ignored with one warning (the default ones, of which dense models
-    and mixtures of experts have different ones, without).
+    A name that matches nothing is ignored with one warning (none for the default list, of which
+    dense models and mixtures of experts have different parts).
     """
     if isinstance(target_modules, str):
         raise ValueError(f"target_modules must be a list of names, not {target_modules!r}")
@@ -229,9 +229,10 @@ def target_names(model: nn.Module, target_modules: tuple[str, ...]) -> list[str]
             f"target_modules {list(target_modules)} match no layer of this model; "
             f"its projections are {available}"
         )
-    unknown = [t for t in target_modules if t not in (*available, *TARGETS)]
-    if unknown:
-        warnings.warn(f"target_modules {unknown} are not in this model and ignored", stacklevel=3)
+    unknown = [target for target in target_modules if target not in available]
+    if unknown and set(target_modules) != set(TARGETS):
+        ignored = f"target_modules {unknown} are not in this model and ignored; it has {available}"
+        warnings.warn(ignored, stacklevel=1)  # from one place: said once
     return names
 
 
@@ -299,6 +300,11 @@ def lora_parameters(model: nn.Module) -> dict[str, Parameter]:
             parameters[f"{name}.lora_A.weight"] = layer.lora_A[TRAINABLE]
             parameters[f"{name}.lora_B.weight"] = layer.lora_B[TRAINABLE]
     return parameters
+
+
+def trainable(model: nn.Module) -> dict[str, Parameter]:
+    """What an optimizer moves: the adapter, or all weights of a model that has none (full.py)."""
+    return lora_parameters(model) or dict(model.named_parameters())
 
 
 def add_adapter(
@@ -442,10 +448,11 @@ def size_table(model: nn.Module, config: LoRAConfig) -> str:
         copies = layers * math.prod(experts)
         adapted_total += copies * full
         adapter_total += copies * adapter
-    layers = max(rows.values())
     width += 16
+    if len(set(rows.values())) == 1:  # in some mixtures, not all layers are alike
+        one = f"{adapted_total // layers:>16,}{adapter_total // layers:>12,}"
+        lines.append(f"{'one layer':<{width}}{one}")
     lines += [
-        f"{'one layer':<{width}}{adapted_total // layers:>16,}{adapter_total // layers:>12,}",
         f"{'all layers':<{width}}{adapted_total:>16,}{adapter_total:>12,}",
         f"{'the model':<{width}}{total:>16,}{adapter_total / total:>12.2%}",
         "",

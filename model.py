@@ -525,6 +525,7 @@ class Qwen3(nn.Module):
         check_tensors(directory, split_experts(model.state_dict()), tensors)
         tensors = stack_experts(tensors)
         dtype = dtype or getattr(torch, config.torch_dtype)
-        tensors = {name: t.to(device=device or "cpu", dtype=dtype) for name, t in tensors.items()}
+        for name, tensor in tensors.items():  # in place: two copies never exist at once
+            tensors[name] = tensor.to(device=device or "cpu", dtype=dtype)
         model.load_state_dict(tensors, assign=True)
         return model

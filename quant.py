@@ -10,8 +10,9 @@ The 16 levels (NF4, "NormalFloat") are quantiles of the normal distribution, sin
 normal: each is the nearest to about as many weights. Packed storage is all that is kept; a use (a
 forward pass, a backward pass, a merge) makes the weight anew and forgets it. Trainer and embedded
 sampler use one module, so one set of dequantised weights, bit for bit; adapters stay fp32 beside
-it. Codes and dequantised weights are those of bitsandbytes (tests/test_quant.py, -m peers), which
-PEFT and vLLM load: an adapter trained here meets the very same base there.
+it. Codes and dequantised weights of whole blocks, and so of every Qwen3, are those of bitsandbytes
+(tests/test_quant.py, -m peers), which PEFT and vLLM load: an adapter trained here meets the very
+same base there.
 
 An adapter trained on this base belongs to this base: serve it beside the NF4 base (bitsandbytes,
 nf4 with double quantization), or merge it into the *dequantised* weights (merge_lora does) and

@@ -3,7 +3,7 @@
     runs/wiki_search-rank8-seed0/
       config.toml      every field of the configuration, resolved      run.json     whose run it is
       metrics.jsonl    a line a step      samples.jsonl    episodes, as text and as tokens
-      broadcasts/      versions of the adapter that the sampler reads, one at a time
+      broadcasts/      versions of the adapter: the newest, and those that a batch under way names
       checkpoints/     the last two: adapter, optimizer, progress, random state; never the base
       adapter/         the PEFT directory to deploy      summary.json, reward.png    what came out
       reference/       the frozen copy of the adapter that it started from, if from one
@@ -101,7 +101,8 @@ def open_run(config, name: str) -> Run:
         changed = [key for key in now if key not in RESUMABLE and now[key] != before.get(key)]
         if changed:
             was = ", ".join(f"{key} = {before.get(key)!r}" for key in changed)
-            raise ValueError(f"{directory}: only --steps may differ on --resume; the run has {was}")
+            free = ", ".join(f"--{key.replace('_', '-')}" for key in RESUMABLE if key in now)
+            raise ValueError(f"{directory}: on --resume {free} may differ; the run has {was}")
         done = max(map(step_of, (directory / "checkpoints").glob("step_*")), default=0)
         if config.steps < done:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
@@ -179,13 +180,16 @@ def append_row(file: Path, row: dict) -> None:
 
 
 def cut_back(file: Path, step: int) -> None:
-    """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written."""
+    """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written; itself
+    killed, it leaves the file as it was."""
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     try:
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged, remove its bad lines ({error})") from error
-    file.write_text("".join(kept))
+    beside = file.with_name(f".{file.name}.tmp")
+    beside.write_text("".join(kept))
+    beside.replace(file)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: i
     beside = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     progress = {key: value for key, value in vars(run).items() if key not in OF_AN_ATTEMPT}
-    state = {"optimizer": optimizer.state_dict(), "torch": torch.get_rng_state(), "run": progress}
+    state = {"optimizer": optimizer.state_dict(), "run": progress, **random_state(model)}
     torch.save(state, data := io.BytesIO())
     try:
         with naming(final):
@@ -227,6 +231,18 @@ def save_checkpoint(run: Run, model, lora: LoRAConfig | None, optimizer, keep: i
         shutil.rmtree(old)
 
 
+def random_state(model) -> dict:
+    """Of the generators that dropout draws from: the CPU's, and the GPU's of a model on one."""
+    device, state = next(model.parameters()).device, {"torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(model, state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], next(model.parameters()).device)
+
+
 def load_checkpoint(run: Run, model, optimizer) -> Run:
     """The run as its last checkpoint left it; one without a checkpoint starts anew."""
     checkpoints = sorted((run.directory / "checkpoints").glob("step_*"))
@@ -242,7 +258,7 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
     except Exception as error:  # torch.load raises whatever its bytes bring about
         where = f"{checkpoints[-1]}: unreadable; remove it to go on from the one before"
         raise ValueError(f"{where} ({error})") from error
-    torch.set_rng_state(state["torch"])
+    set_random_state(model, state)
     # eval_after was the result of fewer steps, if this run is made longer.
     return dataclasses.replace(run, **state["run"] | {"eval_after": {}})
 
@@ -260,9 +276,9 @@ VLLM = "python -m vllm.entrypoints.openai.api_server"
 RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before and eval_after hold
 
 
-def run_name(config) -> str:
+def run_name(config, job: str) -> str:
     kind = "full" if config.full else f"rank{config.rank}"
-    return f"{config.environment}-{kind}-seed{config.seed}"
+    return f"{job}-{kind}-seed{config.seed}"
 
 
 def step_line(row: dict, run: Run, config) -> str:
@@ -412,11 +428,14 @@ def finish(
         for key, words in RESULTS.items()
         if key in before
     )
+    to_read = ", samples.jsonl"
+    if "reward" in panels:
+        to_read = f", and\n  its episodes    python tools/viewer.py {run.directory}"
     print(
         f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "
-        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; see {run.directory}/{picture(panels)}, and\n"
-        f"  its episodes    python tools/viewer.py {run.directory}"
+        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; "
+        f"see {run.directory}/{picture(panels)}{to_read}"
     )
     if lora:
         max_rank = vllm_rank(lora.rank)

@@ -13,8 +13,8 @@ had it said the assistant's part (rollout.py's drawing):
     tokens  system .. user .. assistant │ <call> .. <end> │ <tool_response> .. assistant │ 42 <end>
     loss      0    0   0   0      0     │   1    1    1   │        0         0      0    │  1   1
 
-so a demonstration is a trajectory that nobody sampled, and supervised fine-tuning is `reinforce`
-with advantage 1: the loss of a step is -log pi, averaged over the assistant's tokens of its batch.
+so a demonstration is a trajectory that nobody sampled. The loss of a step is -log pi, averaged over
+the assistant's tokens of its batch: what `reinforce` (grpo.py) would be, were every advantage 1.
 Of a "prompt" nothing carries loss, an assistant's message in it neither.
 
 Left out on purpose: packing (conversations of similar length share a pass instead, which wastes
@@ -34,19 +34,18 @@ import torch
 from tqdm import tqdm
 
 from chat import Tokenizer, load_tokenizer
-from config import ASSETS, check_config
+from config import ASSETS, RunConfig, check_config
 from distributed import Ranks, check_ranks, recruit
 from environments import ENVIRONMENTS, Source, Task, read_lines
-from full import trainable
-from lora import TARGETS
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
 from start import check_prompts, load_environments, load_policy, start_run
 from train import Trainer, run_command, tasks_of_step
 from update import EMPTY, Batch, micro_batches, step_together
 
-SHIPPED_DATA = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
-SHIPPED_EVAL_DATA = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"
+DEMONSTRATIONS = ASSETS / "tiny-wiki" / "demonstrations.jsonl"
+EVAL_DEMONSTRATIONS = ASSETS / "tiny-wiki" / "eval_demonstrations.jsonl"
+COLUMNS = ("messages", "prompt", "completion", "tools")  # of a line; others are left alone
 HELD_OUT = 10  # without --eval-data every tenth conversation validates
 MAX_LISTED = 20  # bad lines that an error names
 PANELS = {
@@ -58,86 +57,30 @@ PANELS = {
 
 
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(RunConfig):
     """Trains a LoRA adapter on demonstrations and writes it as a PEFT directory."""
-
-    rank: int = 8
-    """Rank of the adapter on every target."""
-    alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout on the adapter's input, in training alone."""
-    target_modules: tuple[str, ...] = TARGETS
-    """Names of the adapted projections."""
-    full: bool = False
-    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
-    times smaller than an adapter's."""
-
-    model: str = str(ASSETS / "tiny-qwen3")
-    """Qwen3 checkpoint: a directory or a Hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the frozen base; the adapter and the optimizer are always fp32."""
-    quantize: Literal["none", "nf4"] = "none"
-    """nf4 keeps the frozen base's projections in 4 bits (QLoRA): less memory, more time."""
-    device: str = "cpu"
-    """Where to compute, e.g. cpu or cuda."""
-    shard_base: bool = False
-    """Each rank of torchrun holds a part of the frozen base only (FSDP2); for a base that does not
-    fit one device. Then no questions are answered, which takes a whole one."""
-    gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again: less memory,
-    about a third more time, the same gradients."""
 
     data: str = ""
     """Conversations (messages, tools; or prompt, completion): JSONL, parquet, or a Hub dataset; by
     default demonstrations of the miniature wiki."""
     eval_data: str = ""
     """Conversations to validate on; without them every tenth of --data is held out."""
-    max_length: int = 512
-    """Tokens of a conversation; a longer one is an error."""
-
-    steps: int = 24
-    """Optimizer steps, one for each batch; conversations are reshuffled every epoch."""
     batch_size: int = 16
-    """Conversations of a step."""
-    lr: float = 1.5e-3
-    """Learning rate of Adam, constant after the warm-up."""
-    warmup: int = 3
-    """Steps of linear warm-up."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-
-    seed: int = 0
-    """A seed repeats its run exactly on the same machine."""
+    """Conversations of a step; they are reshuffled every epoch."""
+    max_length: int = 512
+    """Tokens of a conversation, of which a longer one is an error, or of an episode."""
     eval_every: int = 6
     """Steps between validations; 0 for only before and after."""
-    save_every: int = 10
-    """Steps between checkpoints."""
-    micro_tokens: int = 4096
-    """Tokens of a forward and backward pass; a batch is split to fit, which changes no result."""
 
     environment: Literal[("", *ENVIRONMENTS)] = ""
-    """Whose held-out questions are answered before and after, greedily: that of the default data;
-    of --data none, unless it is named here."""
+    """Whose held-out questions are answered before and after, greedily; by default wiki_search's
+    with the default data, with --data none."""
     eval_questions: str = ""
     """Held-out questions of --environment; its own by default."""
-    corpus: str = ""
-    """wiki_search: pages that they are about; its own by default."""
-    search_results: int = 3
-    """wiki_search: pages that one search shows."""
-    eval_size: int = 264
-    """Held-out questions answered."""
-    max_turns: int = 10
-    """Turns of an episode; one that still calls a tool then has reward 0."""
-    max_new_tokens: int = 64
-    """Tokens of a turn."""
-    slots: int = 128
-    """Episodes that the engine samples at once."""
 
-    output: str = ""
-    """Directory of the run; by default a new one under runs/."""
-    resume: bool = False
-    """Go on with the run in --output; only --steps and what saves memory may differ."""
+    # What a supervised run is never told, as train.py's code that it shares finds it.
+    engine, vllm_url, init_adapter, eval_samples, plan = "torch", (), "", 1, False
+    questions, eval_corpus, score, judge_url = "", "", "exact", ""
 
 
 # --- conversations to tokens ----------------------------------------------------------------------
@@ -154,7 +97,7 @@ def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -
         if not line:
             continue
         try:
-            row = json.loads(line) if isinstance(line, str) else line
+            row = json.loads(line) if isinstance(line, str) else without_nulls(line)
             demonstration = to_trajectory(row, tokenizer)
             length = len(demonstration.token_ids)
             if length > max_length:
@@ -171,6 +114,14 @@ def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -
     if not demonstrations:
         raise ValueError(f"{source} is empty: expected lines of messages, or prompt and completion")
     return demonstrations
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of parquet without the keys of other rows: a column of objects has every key that any
+    of them has, null where one lacks it, down to the arguments of a call and a tool's schema."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def to_trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
@@ -200,16 +151,16 @@ def conversation(row: Any) -> tuple[list[dict], list[dict], int]:
     """Messages, tools, and how many of the messages are context, of which none carries loss."""
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, not {type(row).__name__}")
-    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
-    row = {key: value for key, value in row.items() if value is not None}  # as parquet fills up
-    if "messages" in row and not row.keys() & {"prompt", "completion"}:
-        context, said = [], checked_messages(row["messages"], "assistant")
-    elif {"prompt", "completion"} <= row.keys() and "messages" not in row:
-        context = checked_messages(row["prompt"], "user")
-        said = checked_messages(row["completion"], "assistant")
+    used = {key: row[key] for key in COLUMNS if row.get(key) is not None}
+    json.dumps(used, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+    if "messages" in used:  # some datasets repeat the first of them as "prompt"
+        context, said = [], checked_messages(used["messages"], "assistant")
+    elif {"prompt", "completion"} <= used.keys():
+        context = checked_messages(used["prompt"], "user")
+        said = checked_messages(used["completion"], "assistant")
     else:
         raise ValueError(f"expected messages, or prompt and completion; it has {', '.join(row)}")
-    messages, tools = [*context, *said], row.get("tools", [])
+    messages, tools = [*context, *said], used.get("tools", [])
     if messages[0]["role"] == "assistant":
         raise ValueError("nothing stands before the assistant's first message")
     if said[-1]["role"] != "assistant":
@@ -252,6 +203,7 @@ def checked_message(message: Any) -> dict:
 
 
 def checked_call(call: Any) -> dict:
+    """A copy whose arguments are an object; ValueError for what is no call."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f'a tool call must be {{"function": {{"name": ...}}}}, not {call!r:.60}')
@@ -265,7 +217,7 @@ def checked_call(call: Any) -> dict:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def loss_and_backward(
+def pass_over(
     model, batches: list[Batch], label: str = "", ranks: Ranks | None = None, learn: bool = True
 ) -> dict:
     """-log pi, averaged over all tokens that carry loss; gradients are left on the adapter, each
@@ -273,12 +225,12 @@ def loss_and_backward(
     ranks = ranks or Ranks(model, None)
     denominator = sum(int(batch.mask.sum()) for batch in batches)
     sent = [batch.sent() for batch in batches]
-    scores = ranks.map(learn_from, sent, denominator, label, learn, empty=EMPTY)
+    scores = ranks.map(pass_over_share, sent, denominator, label, learn, empty=EMPTY)
     loss, entropy = (sum(parts) for parts in zip(*scores, strict=True))
     return {"loss": loss, "entropy": entropy / denominator, "tokens_trained": denominator}
 
 
-def learn_from(
+def pass_over_share(
     ranks: Ranks, share: list[Batch], denominator: int, label: str, learn: bool
 ) -> list[tuple[float, float]]:
     """A rank's part: for each of its micro-batches the loss and the sum of the entropy. Without
@@ -287,7 +239,7 @@ def learn_from(
     model.train(learn)
     with torch.set_grad_enabled(learn):
         for batch in tqdm(share, label, leave=False, disable=True if ranks.number else None):
-            batch = batch.to(device_of(model))
+            batch = batch.to(ranks.device)
             logprobs, entropy = model.token_logprobs(batch.ids, batch.mask)  # zero off the mask
             loss = -logprobs.sum() / denominator
             if learn:
@@ -297,12 +249,9 @@ def learn_from(
     return scores
 
 
-def device_of(model) -> torch.device:
-    return next(iter(trainable(model).values())).device
-
-
 def in_batches(demonstrations: list[Trajectory], config: SFTConfig) -> list[Batch]:
-    pairs = [(demonstration, 1.0) for demonstration in demonstrations]  # advantage 1
+    """Micro-batches on the CPU. Their advantages are those of update.py, and of no use here."""
+    pairs = [(demonstration, 1.0) for demonstration in demonstrations]
     return micro_batches(pairs, config.micro_tokens, "cpu")
 
 
@@ -311,7 +260,7 @@ def validation_loss(
 ) -> float:
     """The loss on held-out conversations, without dropout."""
     batches = in_batches(demonstrations, config)
-    return loss_and_backward(model, batches, "validating", ranks, learn=False)["loss"]
+    return pass_over(model, batches, "validating", ranks, learn=False)["loss"]
 
 
 @torch.no_grad()
@@ -333,8 +282,8 @@ def validation_samples(model, demonstrations: list[Trajectory], run: Run, device
 
 def load_data(config: SFTConfig, tokenizer: Tokenizer) -> tuple[list[Trajectory], list[Trajectory]]:
     """Conversations to train on, and conversations to validate on."""
-    data = read_demonstrations(config.data or SHIPPED_DATA, tokenizer, config.max_length)
-    held_out = config.eval_data or ("" if config.data else SHIPPED_EVAL_DATA)
+    data = read_demonstrations(config.data or DEMONSTRATIONS, tokenizer, config.max_length)
+    held_out = config.eval_data or ("" if config.data else EVAL_DEMONSTRATIONS)
     if held_out:
         return data, read_demonstrations(held_out, tokenizer, config.max_length)
     if len(data) < 2:
@@ -361,7 +310,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         named = config.environment or "wiki_search"  # that of the default data
         environment, held_out = load_environments(replace(config, environment=named))
         check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer, size = recruit(load_policy, config)
+    model, lora, optimizer, *_ = replica = recruit(load_policy, config)
     if config.max_length > model.config.max_position_embeddings:
         raise ValueError(
             f"--max-length {config.max_length} is more than the model's "
@@ -373,13 +322,11 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         f"{len(data)} conversations to train on ({config.steps * config.batch_size / len(data):.1f}"
         f" epochs), {len(validation)} to validate on"
     )
-    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
+    run = start_run(config, "sft", replica, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
-    return Trainer(*parts), data, validation
-
-
-def run_name(config: SFTConfig) -> str:
-    return f"sft-rank{config.rank}-seed{config.seed}"
+    trainer = Trainer(*parts)
+    trainer.ranks.lead(config.seed + run.step)
+    return trainer, data, validation
 
 
 async def evaluate(trainer: Trainer, validation: list[Trajectory]) -> dict:
@@ -419,7 +366,7 @@ async def train(config: SFTConfig) -> None:
             chosen = tasks_of_step(data, run.step, config.batch_size, config.seed)
             batches = in_batches(chosen, config)
             tokens = sum(len(demonstration.token_ids) for demonstration in chosen)
-            metrics = loss_and_backward(model, batches, f"step {step}", ranks)
+            metrics = pass_over(model, batches, f"step {step}", ranks)
             metrics["grad_norm"] = ranks.everywhere(step_together, run.step, config)
             whole, run.step, seconds = False, step, time.monotonic() - clock
             validates = config.eval_every and step % config.eval_every == 0

@@ -14,16 +14,15 @@ import torch
 
 from broadcast import load_adapter, read_adapter, save_adapter
 from chat import Tokenizer
-from config import ASSETS, Config
-from distributed import shard_base, traffic, world_size
+from config import ASSETS, Config, RunConfig
+from distributed import Replica, shard_base, traffic, world_size
 from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
-from full import trainable
-from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters
+from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of, trainable
 from model import Qwen3
 from quant import quantize_base
-from run import Run, cut_back, load_checkpoint, open_run
+from run import Run, cut_back, load_checkpoint, open_run, run_name
 from update import REFERENCE
 
 SHIPPED_DATA = {
@@ -37,11 +36,11 @@ SHIPPED_DATA = {
 }
 
 
-def load_environments(config) -> tuple[Any, Any]:
+def load_environments(config: RunConfig) -> tuple[Any, Any]:
     """Where to train and where to evaluate; the same, unless held-out questions have a corpus."""
     files = dict(SHIPPED_DATA[config.environment])
     for name in ("questions", "eval_questions", "corpus", "eval_corpus"):
-        if getattr(config, name, ""):
+        if getattr(config, name):
             files[name] = getattr(config, name)
             if name != "eval_corpus":  # what is held out of other data is not in the shipped files
                 files.pop("eval_corpus", None)
@@ -50,8 +49,8 @@ def load_environments(config) -> tuple[Any, Any]:
     eval_corpus = files.pop("eval_corpus", None)
     if config.environment == "wiki_search":
         files["results"] = config.search_results
-        files["score"] = SCORES[getattr(config, "score", "exact")]
-        if getattr(config, "judge_url", ""):
+        files["score"] = SCORES[config.score]
+        if config.judge_url:
             files["judge"] = Judge(config.judge_url, config.judge_model)
     environment = load_environment(config.environment, **files)
     if not environment.eval:
@@ -62,6 +61,7 @@ def load_environments(config) -> tuple[Any, Any]:
 
 
 def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
+    """ValueError for a question whose prompt alone fills an episode."""
     for task in tasks:
         length = len(tokenizer.prompt_ids(environment, task))
         if length >= max_length:
@@ -71,21 +71,23 @@ def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: in
             )
 
 
-def load_replica(config: Config) -> tuple:
-    """What every rank holds: load_policy's, started from --init-adapter, and the frozen reference
-    of full fine-tuning."""
-    model, lora, optimizer, size = load_policy(config)
-    started_from = Path(config.output) / "reference"  # a resumed run has its own copy
+def load_replica(config: Config) -> Replica:
+    """load_policy's, started from --init-adapter, with the frozen reference of full fine-tuning."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    replica = load_policy(config)
+    model, started_from = replica.model, Path(config.output) / "reference"
     if config.init_adapter:
-        resumed = config.resume and started_from.is_dir()
-        start_from(model, lora, started_from if resumed else Path(config.init_adapter))
+        resumed = config.resume and started_from.is_dir()  # a resumed run has its own copy
+        directory = started_from if resumed else Path(config.init_adapter)
+        load_init_adapter(model, replica.lora, directory)
     frozen = copy.deepcopy(model).requires_grad_(False) if config.full else None
-    return model, lora, optimizer, size, frozen
+    return replica._replace(frozen=frozen)
 
 
-def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer, int]:
-    """The frozen base with a fresh adapter in it (--full: neither), the optimizer of what is
-    trained, the base's size."""
+def load_policy(config: RunConfig) -> Replica:
+    """The frozen base with a fresh adapter in it (--full: neither), and the optimizer of what is
+    trained."""
     device = "cpu" if config.shard_base else config.device  # whole on the host at first
     model = Qwen3.from_pretrained(config.model, getattr(torch, config.dtype), device)
     base_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -105,16 +107,16 @@ def load_policy(config) -> tuple[Qwen3, LoRAConfig | None, torch.optim.Optimizer
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained != {id(p) for p in model.parameters() if p.requires_grad}:
         raise RuntimeError("the optimizer's parameters are not those that require gradients")
-    return model, lora, optimizer, base_parameters
+    return Replica(model, lora, optimizer, base_parameters)
 
 
-def start_from(model, lora: LoRAConfig, directory: Path) -> None:
+def load_init_adapter(model, lora: LoRAConfig, directory: Path) -> None:
     """Loads an adapter into the trainable one, and a frozen copy of it beside: the reference.
 
     Raises ValueError, in the command line's words, unless rank, alpha and targets are the run's.
     """
     found, tensors = read_adapter(directory)
-    targets = {name.split(".")[-3] for name in lora_parameters(model)}
+    targets = {target_of(name.rpartition(".lora_")[0]) for name in lora_parameters(model)}
     for flag, ours, its in (
         ("--rank", lora.rank, found.rank),
         ("--alpha", lora.alpha, found.alpha),
@@ -126,24 +128,24 @@ def start_from(model, lora: LoRAConfig, directory: Path) -> None:
     add_adapter(model, REFERENCE, found, tensors)
 
 
-def start_run(
-    config, name: str, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
-) -> Run:
-    """The run's directory and what its last checkpoint holds; prints the heading and the sizes."""
-    run = open_run(config, name)
+def start_run(config: RunConfig, job: str, replica: Replica, heading: str) -> Run:
+    """The run's directory and what its last checkpoint holds; prints the heading and the sizes.
+
+    job: what the directory is named after, if the configuration names none.
+    """
+    run = open_run(config, run_name(config, job))
     try:
-        return fill_run(config, run, model, lora, optimizer, base_parameters, heading)
+        return fill_run(config, run, replica, heading)
     except BaseException:
         run.release()
         raise
 
 
-def fill_run(
-    config, run: Run, model, lora: LoRAConfig | None, optimizer, base_parameters, heading: str
-) -> Run:
+def fill_run(config: RunConfig, run: Run, replica: Replica, heading: str) -> Run:
     """The rest of start_run, with the directory in hand."""
+    model, lora, optimizer, base_parameters, _ = replica
     reference = run.directory / "reference"
-    if getattr(config, "init_adapter", "") and not reference.is_dir():
+    if config.init_adapter and not reference.is_dir():
         save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
     run = load_checkpoint(run, model, optimizer)
     for name in ("metrics.jsonl", "samples.jsonl"):

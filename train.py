@@ -63,7 +63,6 @@ from run import (
     finish,
     finish_evaluation,
     interval,
-    run_name,
     sample_row,
     save_checkpoint,
     shows_group,
@@ -126,7 +125,6 @@ class Trainer:
 
     def __post_init__(self):
         self.ranks = Ranks(self.model, self.optimizer, self.frozen)
-        self.ranks.lead(self.config.seed + self.run.step)
 
     def publish(self) -> None:
         """Ships version run.step: writes its directory, loads it, retires those before that no
@@ -245,15 +243,13 @@ def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     check_ranks(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     environment, held_out = load_environments(config)
     if config.judge_url:
         environment.judge.check()
     tokenizer = load_tokenizer(config.model)
     check_prompts(tokenizer, environment, environment.train, config.max_length)
     check_prompts(tokenizer, held_out, held_out.eval[: config.eval_size], config.max_length)
-    model, lora, optimizer, size, frozen = recruit(load_replica, config)
+    model, lora, optimizer, _, frozen = replica = recruit(load_replica, config)
     engine = None  # a server of the run's own starts when there is a directory for its log
     if config.engine == "torch" and not config.max_staleness:
         engine = TorchEngine(model, config.slots, config.max_length)
@@ -263,9 +259,11 @@ def set_up(config: Config) -> Trainer:
         f"{config.environment}: {len(environment.train)} questions to train on, "
         f"{len(held_out.eval[: config.eval_size])} held out"
     )
-    run = start_run(config, run_name(config), model, lora, optimizer, size, heading)
+    run = start_run(config, config.environment, replica, heading)
     parts = (config, environment, held_out, tokenizer, model, lora, optimizer, engine, run)
-    return Trainer(*parts, frozen, Pipeline(config.max_staleness))
+    trainer = Trainer(*parts, frozen, Pipeline(config.max_staleness))
+    trainer.ranks.lead(config.seed + run.step)
+    return trainer
 
 
 def vllm_client(config: Config, model, urls, *last_words) -> VLLMEngine:
@@ -404,7 +402,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 "groups_skipped": int(equal_P.sum()),
                 "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
                 "staleness_max": staleness,
-                "seconds": time.monotonic() - clock[0],
+                "seconds": time.monotonic() - clock[0],  # of stages 1 to 5
                 "seconds_waiting": clock[1] - clock[0],
                 "sample_tokens_per_second": sampled / sample_seconds,
                 "train_tokens_per_second": sum(len(pair[0].token_ids) for pair in pairs)

@@ -34,11 +34,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import httpx
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from broadcast import list_published, read_adapter  # noqa: E402
+from client import call  # noqa: E402
 from tools.vllm_server import TorchServer  # noqa: E402
 
 STEPS = 6
@@ -146,7 +145,7 @@ class Job:
 
 def served(url: str) -> dict[str, Path]:
     """Adapter -> directory, as a server tells."""
-    entries = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    entries = call(f"{url}/v1/models").json()["data"]
     return {entry["id"]: Path(entry["root"]) for entry in entries if entry["parent"]}
 
 

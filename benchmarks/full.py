@@ -26,8 +26,7 @@ def measure(name: str) -> dict:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import torch
 
-    from full import trainable
-    from lora import LoRAConfig, adapter_disabled, inject_lora
+    from lora import LoRAConfig, adapter_disabled, inject_lora, trainable
     from model import Qwen3, Qwen3Config
 
     before = resident_bytes()

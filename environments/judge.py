@@ -15,10 +15,13 @@ other; a judge of your own should have temperature 0 as its server's default), s
 """
 
 import asyncio
+import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 KEY = "JUDGE_API_KEY"  # in the environment, never in a file of the run
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before asking again
@@ -50,16 +53,16 @@ class Judge:
     """
 
     def __init__(self, url: str, model: str, concurrency: int = 32, timeout: float = 60.0):
-        parsed = httpx.URL(url.rstrip("/"))
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        base = url.rstrip("/")
+        parsed = urlsplit(base)
+        if parsed.scheme not in ("http", "https") or not parsed.hostname:
             raise ValueError(f"--judge-url {url}: write http://host:port or https://host/v1")
-        base = str(parsed) if parsed.path.strip("/") else f"{str(parsed).rstrip('/')}/v1"
+        base = base if parsed.path else f"{base}/v1"
         self.url = f"{base.removesuffix('/chat/completions')}/chat/completions"
         self.model, self.timeout = model, timeout
         key = os.environ.get(KEY, "")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.room = asyncio.Semaphore(concurrency)
-        self.certificates = httpx.create_ssl_context()
         self.verdicts: dict[tuple[str, str, str], float] = {}
         self.asking: dict[tuple[str, str, str], asyncio.Lock] = {}
 
@@ -72,16 +75,10 @@ class Judge:
         """Asks one question whose answer is known: a wrong URL, key or model is found before any
         work. Blocks."""
         body = self.body("What is the capital of France?", "Paris", "It is Paris.")
-        try:
-            answer = httpx.post(self.url, json=body, **self.options())
-        except httpx.HTTPError as error:
-            what = f"{type(error).__name__} {error}"
-            raise RuntimeError(self.failure(what)) from error
-        if self.read(answer) != 1.0:
+        with ThreadPoolExecutor(1) as pool:  # this thread may be in an event loop
+            verdict = pool.submit(asyncio.run, self.ask_once(body)).result()
+        if verdict != 1.0:
             raise RuntimeError(f"the judge {self.url} denies that Paris is the capital of France")
-
-    def options(self) -> dict:
-        return {"headers": self.headers, "timeout": self.timeout, "verify": self.certificates}
 
     async def grade(self, question: str, answer: str, reply: str) -> float:
         """1.0 or 0.0: whether `reply` says what `answer` says."""
@@ -105,23 +102,27 @@ class Judge:
         return await self.ask_once(body)
 
     async def ask_once(self, body: dict) -> float:
+        timeout = aiohttp.ClientTimeout(total=self.timeout)
         try:
-            async with httpx.AsyncClient(**self.options()) as client:
-                return self.read(await client.post(self.url, json=body))
-        except httpx.TransportError as error:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+                session.post(self.url, json=body, headers=self.headers) as answer,
+            ):
+                return self.read(answer.status, (await answer.read()).decode(errors="replace"))
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise Passing(self.failure(f"{type(error).__name__} {error}")) from error
 
-    def read(self, answer: httpx.Response) -> float:
+    def read(self, status: int, text: str) -> float:
         """The verdict in a server's answer; RuntimeError for another answer."""
-        if answer.status_code != 200:
-            kind = Passing if answer.status_code in PASSING else RuntimeError
-            hint = f"; set {KEY}" if answer.status_code in (401, 403) else ""
-            raise kind(self.failure(f"{answer.status_code}: {answer.text[:300]}") + hint)
+        if status != 200:
+            kind = Passing if status in PASSING else RuntimeError
+            hint = f"; set {KEY}" if status in (401, 403) else ""
+            raise kind(self.failure(f"{status}: {text[:300]}") + hint)
         try:
-            said = answer.json()["choices"][0]["message"]["content"]
+            said = json.loads(text)["choices"][0]["message"]["content"]
             spoken = said.rpartition("</think>")[2].strip()
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise RuntimeError(self.failure(f"no message in {answer.text[:300]}")) from None
+            raise RuntimeError(self.failure(f"no message in {text[:300]}")) from None
         verdict = re.match(r"\W*(yes|no)\b", spoken, re.IGNORECASE)
         if not verdict:
             raise Passing(self.failure(f"neither yes nor no: {spoken[:100]!r}"))

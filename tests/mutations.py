@@ -343,6 +343,20 @@ MUTATIONS = (
         "test_sft.py::test_of_a_prompt_nothing_carries_loss_and_texts_are_messages",
     ),
     Mutation(
+        "nulls that parquet fills up with carry loss",
+        "sft.py",
+        "else without_nulls(line)",
+        "else line",
+        "test_sft.py::test_the_nulls_that_parquet_fills_up_with_are_not_learned",
+    ),
+    Mutation(
+        "a run on a 4-bit base is chatted with on the unquantised one",
+        "tools/viewer.py",
+        'if self.config.quantize == "nf4":',
+        "if False:",
+        "test_viewer.py::test_a_conversation_is_with_the_base_that_the_run_had",
+    ),
+    Mutation(
         "a judge's failure is a reward of 0",
         "environments/judge.py",
         """                await asyncio.sleep(pause)

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,7 +30,7 @@ import sft
 import train
 import update
 from config import Config, check_config
-from distributed import LostRank, Ranks
+from distributed import LostRank, Ranks, Replica
 from lora import LoRAConfig, adapter_disabled, inject_lora, lora_parameters, merge_lora
 from tools.vllm_server import TorchServer
 
@@ -74,20 +76,26 @@ def together(size: int, lead, directory: Path) -> tuple[object, list[int]]:
 EPS = 1e-2  # of Adam, which without it makes a difference of rounding one of the learning rate
 
 
-def replica(seed: int, sharded: bool = False, kind: str = "adapter") -> tuple:
-    """As train.load_replica: of a rank, whose adapter is its own until rank 0 sends one."""
+def replica(seed: int, sharded: bool = False, kind: str = "adapter") -> Replica:
+    """As start.load_replica: of a rank, whose adapter is its own until rank 0 sends one."""
     model = tiny_model(tiny_config(attention_bias=True), 0)
     if sharded:
         distributed.shard_base(model, "cpu")
     if kind == "full":
         optimizer = torch.optim.Adam(model.requires_grad_(True).parameters(), eps=EPS)
-        return model, None, optimizer, 0, tiny_model(tiny_config(attention_bias=True), 0)
+        return Replica(model, None, optimizer, 0, tiny_model(tiny_config(attention_bias=True), 0))
     lora = LoRAConfig(rank=2, alpha=4.0)
     inject_lora(model, lora)
     follows = dist.is_initialized() and dist.get_rank()
     randomise_adapter(model, seed + 1000 * follows)
     optimizer = torch.optim.Adam(lora_parameters(model).values(), eps=EPS)
-    return model, lora, optimizer, 0
+    return Replica(model, lora, optimizer, 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """The first optimizer has torch load its compiler: once here, not in every rank."""
+    replica(0)
 
 
 def batches_of(seed: int, number: int) -> list:
@@ -107,8 +115,8 @@ def states(ranks: Ranks, share: list) -> list:
 
 def steps(config: Config, sharded: bool = False, kind: str = "adapter") -> dict:
     """Metrics, gradients and what is trained, of steps with 0 to 5 micro-batches."""
-    model, _, optimizer, _, *frozen = distributed.recruit(replica, 0, sharded, kind)
-    ranks = Ranks(model, optimizer, *frozen)
+    model, _, optimizer, _, frozen = distributed.recruit(replica, 0, sharded, kind)
+    ranks = Ranks(model, optimizer, frozen)
     ranks.lead(seed=0)
     seen = {"metrics": [], "gradients": [], "logprobs": []}
     for step, number in enumerate((3, 0, 1, 5, 2, 4)):
@@ -182,14 +190,14 @@ def test_ranks_with_a_part_of_the_base_compute_what_one_process_does(tmp_path, s
 
 
 def validated(sharded: bool = False) -> tuple:
-    model, _, optimizer, _ = distributed.recruit(replica, 0, sharded)
+    model, _, optimizer, *_ = distributed.recruit(replica, 0, sharded)
     ranks = Ranks(model, optimizer)
     ranks.lead(seed=0)
     episodes = [episode for seed in range(3) for episode, _ in random_pairs(seed, 23)]
     config = sft.SFTConfig(micro_tokens=40)
     losses = [sft.validation_loss(model, episodes, config, ranks)]
     batches = sft.in_batches(episodes, config)
-    metrics = sft.loss_and_backward(model, batches, ranks=ranks)
+    metrics = sft.pass_over(model, batches, ranks=ranks)
     gradients = ranks.everywhere(step_and_show, 0, Config(**CONFIG))
     losses.append(sft.validation_loss(model, episodes, config, ranks))
     return losses, metrics, gradients
@@ -208,7 +216,7 @@ def test_supervised_ranks_compute_what_one_process_does(tmp_path, sharded):
 
 def passes_of_rank_0(sharded: bool) -> list:
     """Forward passes that the others have no part in, but for their pieces of the base."""
-    model, _, optimizer, _ = distributed.recruit(replica, 0, sharded)
+    model, _, optimizer, *_ = distributed.recruit(replica, 0, sharded)
     ranks = Ranks(model, optimizer)
     ranks.lead(seed=0)
     (batch,) = train.micro_batches(random_pairs(3, 23), 10**6, "cpu")
@@ -252,7 +260,7 @@ def die(ranks: Ranks, share: list, victim: int) -> list:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_ends_all(tmp_path, victim):
     def lead():
-        model, _, optimizer, _ = distributed.recruit(replica, 0)
+        model, _, optimizer, *_ = distributed.recruit(replica, 0)
         Ranks(model, optimizer).map(die, [1, 2, 3], victim)
 
     start = time.monotonic()
@@ -270,7 +278,7 @@ def test_an_error_of_rank_0_sends_the_others_home(tmp_path):
 
 def test_an_error_of_all_is_told_as_what_it_is(tmp_path):
     def lead():
-        model, _, optimizer, _ = distributed.recruit(replica, 0)
+        model, _, optimizer, *_ = distributed.recruit(replica, 0)
         Ranks(model, optimizer).everywhere(fail)
 
     assert together(3, lead, tmp_path)[1] == [1, 1, 1]  # not LostRank
@@ -278,6 +286,46 @@ def test_an_error_of_all_is_told_as_what_it_is(tmp_path):
 
 def fail(ranks: Ranks) -> None:
     raise ValueError("on every rank")
+
+
+def fail_alone(ranks: Ranks, share: list) -> list:
+    if ranks.number == 0:
+        raise ValueError("as of memory that is full")
+    return share
+
+
+def test_an_error_of_rank_0_alone_ends_all(tmp_path):
+    """The others wait to hand in their results, and not for an order."""
+
+    def lead():
+        model, _, optimizer, *_ = distributed.recruit(replica, 0)
+        Ranks(model, optimizer).map(fail_alone, [1, 2, 3])
+
+    start = time.monotonic()
+    assert together(3, lead, tmp_path)[1] == [1, 3, 3]  # as what it is; LostRank
+    assert time.monotonic() - start < 30
+
+
+def sleep(ranks: Ranks, share: list, seconds: float) -> list:
+    time.sleep(seconds if ranks.number else 0)
+    return share
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_orders_longer_than_for_one_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "PATIENCE", timedelta(seconds=3))
+
+    def lead(sampling: float = 0, order: float = 0, share: float = 0):
+        model, _, optimizer, *_ = distributed.recruit(replica, 0)
+        time.sleep(sampling)
+        Ranks(model, optimizer).everywhere(sleep, [], order)
+        return Ranks(model, optimizer).map(sleep, [1, 2], share)
+
+    assert together(2, partial(lead, sampling=6), tmp_path) == ([1, 2], [0, 0])
+    for hanging in ({"order": 12}, {"share": 12}):
+        start = time.monotonic()
+        assert together(2, partial(lead, **hanging), tmp_path)[1][0] == 3  # LostRank
+        assert time.monotonic() - start < 30
 
 
 # --- what is said ---------------------------------------------------------------------------------

@@ -580,5 +580,5 @@ def test_an_environment_knows_no_tokens_and_no_tensors():
     folder = Path(__file__).parents[1] / "environments"
     for path in folder.glob("*.py"):
         imported = re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
-        own = {"environments", "pyarrow", "huggingface_hub", "httpx"}
+        own = {"environments", "pyarrow", "huggingface_hub", "aiohttp"}
         assert all(name in sys.stdlib_module_names or name in own for name in imported)

@@ -49,18 +49,18 @@ from lora import (
     main,
     merge_lora,
     remove_adapter,
+    size_table,
     unmerge_lora,
     use_adapters,
 )
 from model import KVCache, Qwen3, Qwen3Config
+from tools.rehearse import upcycle
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "assets"))
-
-import make_tiny_moe  # noqa: E402
-
 few = settings(max_examples=8)
-pytestmark = pytest.mark.filterwarnings("ignore:rank .* is larger")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:rank .* is larger", "ignore:target_modules .* are not in this model"
+)
 
 # rank 3 and 5 are none that grouped_mm takes, 4 and 8 are
 loras = st.builds(
@@ -406,6 +406,14 @@ def test_the_router_is_no_target_and_experts_have_no_dropout(recwarn):
     assert not recwarn
 
 
+def test_a_list_of_projections_that_leaves_the_experts_out_says_so():
+    """PEFT's own seven names, of which a mixture has four outside its experts."""
+    model = tiny_model(tiny_moe_config())
+    with pytest.warns(UserWarning, match=r"\['gate_proj', 'up_proj', 'down_proj'\].*'experts'"):
+        inject_lora(model, LoRAConfig(rank=2, target_modules=PROJECTIONS))
+    assert len(lora_layers(model)) == 2 * 4
+
+
 def test_adapters_of_experts_are_fp32_masters_used_in_the_dtype_of_the_base():
     config = tiny_moe_config(hidden_size=16)  # 8 is a rank that grouped_mm takes in bf16, 2 is none
     for rank in (2, 8):
@@ -558,10 +566,16 @@ def test_the_table_counts_every_expert(capsys):
     assert lines["the"][1] == "30,532,122,624"  # "30.5B in total", says the model's card
 
 
+@pytest.mark.parametrize("step, row", [(1, True), (2, False)])
+def test_one_layer_is_counted_only_where_all_are_alike(step, row):
+    model, lora = tiny_model(tiny_moe_config(decoder_sparse_step=step)), LoRAConfig(rank=2)
+    assert ("one layer" in size_table(model, lora)) == row
+
+
 @pytest.fixture(scope="module")
 def tiny_mixture(tmp_path_factory):
     base, output = ROOT / "assets" / "tiny-qwen3", tmp_path_factory.mktemp("moe") / "model"
-    return make_tiny_moe.upcycle(base, output, experts=4, experts_per_token=2, seed=0)
+    return upcycle(base, output)
 
 
 def test_the_tiny_mixture_starts_with_the_skill_of_its_base(tiny_mixture):

@@ -36,14 +36,15 @@ from tiny import (
     tiny_config,
     tiny_configs,
     tiny_model,
+    tiny_moe_configs,
     tiny_tokens,
 )
 
 import train
 from config import Config, to_toml
-from full import COMPANIONS, load_weights, save_model, save_weights, trainable
+from full import COMPANIONS, load_weights, save_model, save_weights
 from grpo import LOSSES
-from lora import LoRAConfig, inject_lora, lora_parameters
+from lora import LoRAConfig, inject_lora, lora_parameters, trainable
 from model import Qwen3
 from rollout import Request
 
@@ -201,7 +202,7 @@ def test_the_model_that_a_run_leaves_is_the_trained_one(straight, tmp_path, fiel
 
 
 @settings(max_examples=12)
-@given(config=tiny_configs(), seed=seeds, version=st.sampled_from([4, 5]))
+@given(st.one_of(tiny_configs(), tiny_moe_configs()), seeds, st.sampled_from([4, 5]))
 def test_a_saved_model_comes_back_bit_for_bit_whatever_dtype_its_source_had(
     tmp_path_factory, config, seed, version
 ):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -387,6 +388,23 @@ def test_the_dtype_is_the_checkpoints_or_the_callers(checkpoint):
     assert Qwen3.from_pretrained(checkpoint).model.norm.weight.dtype == torch.bfloat16
     loaded = Qwen3.from_pretrained(checkpoint, dtype=torch.float32)
     assert all(p.dtype == torch.float32 for p in loaded.parameters())
+
+
+def test_a_change_of_dtype_never_holds_two_copies(tmp_path, monkeypatch):
+    model = tiny_model()
+    checkpoint = save_checkpoint(tmp_path / "model", config_json(model.config), model.state_dict())
+    to, before, alive = torch.Tensor.to, [], []
+
+    def counting(tensor, *arguments, **options):
+        before.append(weakref.ref(tensor))
+        alive.append(sum(reference() is not None for reference in before))
+        return to(tensor, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", counting)
+        Qwen3.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    assert len(alive) == len(model.state_dict()) > 10
+    assert max(alive) <= 3  # one under way, the one before, the embedding that the head was held to
 
 
 @pytest.mark.parametrize(

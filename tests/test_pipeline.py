@@ -22,7 +22,6 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import test_train
 import torch
@@ -295,8 +294,6 @@ class InThread:
 
 @pytest.fixture
 def in_thread(monkeypatch):
-    context = httpx.create_ssl_context()  # 60 ms each, and no test here needs certificates
-    monkeypatch.setattr(httpx, "create_ssl_context", lambda *_, **__: context)
     monkeypatch.setattr(vllm_server, "TorchServer", InThread)
     monkeypatch.setattr(InThread, "seen", [])
     return InThread.seen

@@ -137,7 +137,7 @@ def test_publishing_during_generation_leaves_what_is_in_flight_as_it_was(
 @given(lora_configs(dropout=0.3))
 def test_every_setting_of_the_adapter_reaches_its_layers(lora):
     settings = (lora.rank, lora.alpha, lora.dropout, lora.target_modules)
-    model, used, _, _ = start.load_policy(Config(*settings))
+    model, used, *_ = start.load_policy(Config(*settings))
     assert used == lora
     layers = lora_layers(model)
     assert {name.rpartition(".")[2] for name in layers} == set(lora.target_modules)

@@ -3,15 +3,13 @@
 That train.py goes on from an adapter is tested in test_train.py.
 """
 
-import ast
 import asyncio
-import dataclasses
 import json
 import os
 import signal
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import pytest
 import tokenizers
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train import (
+    assert_documented,
     assert_equal_runs,
     checkpoints,
     one_layer_base,
@@ -33,10 +32,11 @@ import broadcast
 import sft
 import train
 from chat import Tokenizer, load_tokenizer
-from config import ASSETS, Config, read_toml, to_toml
+from config import ASSETS, RunConfig, read_toml, to_toml
 from environments.wiki_search import WikiSearch
 from lora import LoRAConfig, inject_lora, lora_parameters
 from rollout import Completion, run_episode
+from run import run_name
 
 BASE, WIKI = ASSETS / "tiny-qwen3", ASSETS / "tiny-wiki"
 TOKENIZER = load_tokenizer(BASE)
@@ -202,6 +202,62 @@ def test_of_a_prompt_nothing_carries_loss_and_texts_are_messages():
     assert (texts.token_ids, texts.loss_mask) == (same.token_ids, same.loss_mask)
 
 
+def conversation_of(name: str, arguments: dict, **more) -> dict:
+    """A call with these arguments, and a tool that takes them; "id" is no column of ours."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    properties = {key: {"type": "string"} for key in arguments}
+    tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    return {"messages": messages, "tools": [{"type": "function", "function": tool}]} | more
+
+
+CONVERSATIONS = [
+    conversation_of("search", {"query": "x"}),
+    conversation_of("read", {"page_id": "y", "section": "z"}),
+]
+
+
+def test_the_nulls_that_parquet_fills_up_with_are_not_learned(monkeypatch):
+    rows = json.loads(json.dumps(CONVERSATIONS))
+    for row in rows:  # objects of one column have the keys of all of them
+        for message in row["messages"]:
+            message.setdefault("tool_calls", None)
+        function = row["messages"][1]["tool_calls"][0]["function"]
+        properties = row["tools"][0]["function"]["parameters"]["properties"]
+        for key in ("query", "page_id", "section"):
+            function["arguments"].setdefault(key, None)
+            properties.setdefault(key, None)
+    monkeypatch.setattr(sft, "read_lines", lambda source: rows)
+    found = sft.read_demonstrations("my.parquet", TOKENIZER, 512)
+    expected = [sft.to_trajectory(row, TOKENIZER) for row in CONVERSATIONS]
+    assert [episode.token_ids for episode in found] == [e.token_ids for e in expected]
+    # In JSON a null was written by somebody.
+    said = json.loads(json.dumps(conversation_of("search", {"query": None})))
+    assert "null" in TOKENIZER.decode(masked_runs(sft.to_trajectory(said, TOKENIZER))[0])
+
+
+def test_a_parquet_file_is_learned_as_the_same_lines_of_json_are(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    dated = [row | {"at": datetime.now(), "prompt": "a"} for row in CONVERSATIONS]
+    write_table(pa.Table.from_pylist(dated), tmp_path / "my.parquet")
+    found = sft.read_demonstrations(tmp_path / "my.parquet", TOKENIZER, 512)
+    expected = [sft.to_trajectory(row, TOKENIZER) for row in CONVERSATIONS]
+    assert [episode.token_ids for episode in found] == [e.token_ids for e in expected]
+
+
+def test_columns_that_are_not_ours_are_left_alone():
+    plain = sft.to_trajectory({"messages": THOUGHTFUL}, TOKENIZER)
+    row = {"messages": THOUGHTFUL, "prompt": "a?", "prompt_id": "\ud800", "at": datetime.now()}
+    assert sft.to_trajectory(row, TOKENIZER).token_ids == plain.token_ids
+
+
 # --- bad lines ------------------------------------------------------------------------------------
 
 USER, REPLY = '{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}'
@@ -224,7 +280,6 @@ BAD_LINES = {
     '{"messages": [1]}': "a message must be an object",
     f'{{"messages": [{REPLY}]}}': "nothing stands before",
     f'{{"messages": [{USER}]}}': "the last message must be the assistant's, not the user's",
-    f'{{"messages": [{USER}, {REPLY}], "prompt": "a"}}': "expected messages, or",
     '{"prompt": "a"}': "it has prompt",
     '{"prompt": "a", "completion": ""}': "the assistant says nothing",
     f'{{"prompt": "a", "completion": [{USER}]}}': "the last message must be the assistant's",
@@ -306,9 +361,7 @@ def test_the_loss_is_the_cross_entropy_of_the_marked_tokens_however_they_are_spl
     naive = F.cross_entropy(torch.cat(logits), torch.cat(labels), ignore_index=-100)
     expected = torch.autograd.grad(naive, parameters)
 
-    metrics = sft.loss_and_backward(
-        model, sft.in_batches(episodes, sft.SFTConfig(micro_tokens=tokens))
-    )
+    metrics = sft.pass_over(model, sft.in_batches(episodes, sft.SFTConfig(micro_tokens=tokens)))
     assert metrics["loss"] == pytest.approx(naive.item(), abs=1e-5)
     assert metrics["tokens_trained"] == sum(sum(episode.loss_mask) for episode in episodes)
     for parameter, gradient in zip(parameters, expected, strict=True):
@@ -439,6 +492,28 @@ def test_killed_between_checkpoints_it_repeats_what_came_after(
     assert_equal_runs(output, straight, 4)
 
 
+@pytest.mark.parametrize(
+    "mode, left", [({"full": True, "lr": 1e-4}, "model"), ({"quantize": "nf4"}, "adapter")]
+)
+def test_every_weight_or_a_4_bit_base_is_taught_and_resumed_too(
+    tmp_path, small, capsys, mode, left
+):
+    output = go(tmp_path / "run", small | {"dropout": 0.0}, **mode, steps=2)
+    sft.main(["--output", str(output), "--resume", "--steps", "3"])
+    assert [row["step"] for row in rows_of(output)] == [1, 2, 3]
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["loss_after"] < summary["loss_before"] and summary["eval_after"] is not None
+    assert (output / left).is_dir()
+    # The viewer shows episodes that were sampled, and would take these rows for damaged ones.
+    last = capsys.readouterr().out.split("held out")[-1]
+    assert f"see {output}/loss.png, samples.jsonl\n" in last
+
+
+def test_a_runs_directory_says_what_was_trained():
+    assert run_name(sft.SFTConfig(rank=4), "sft") == "sft-rank4-seed0"
+    assert run_name(sft.SFTConfig(full=True), "sft") == "sft-full-seed0"
+
+
 def test_data_of_ones_own_is_split_and_plays_no_environment(tmp_path, small):
     lines = [json.dumps({"prompt": f"{i}?", "completion": str(i)}) for i in range(21)]
     data = written(tmp_path, "my.jsonl", "\n".join(lines))
@@ -464,12 +539,7 @@ def test_help_explains_every_field(capsys):
         sft.main(["--help"])
     assert caught.value.code == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    source = ast.parse(Path(sft.__file__).read_text())
-    (config,) = (node for node in source.body if getattr(node, "name", "") == "SFTConfig")
-    sentences = [node.value.value for node in config.body if isinstance(node, ast.Expr)][1:]
-    assert len(sentences) == len(dataclasses.fields(sft.SFTConfig))
-    for name, sentence in zip(get_type_hints(sft.SFTConfig), sentences, strict=True):
-        assert f"--{name.replace('_', '-')}" in printed and " ".join(sentence.split()) in printed
+    assert_documented(printed, sft.SFTConfig, RunConfig)
 
 
 def test_prime_rls_lora_table_is_read_as_it_stands(tmp_path):
@@ -479,16 +549,6 @@ def test_prime_rls_lora_table_is_read_as_it_stands(tmp_path):
     assert config == sft.SFTConfig(
         batch_size=2, rank=4, alpha=16.0, target_modules=("q_proj",), steps=3
     )
-
-
-def test_fields_that_both_runs_have_mean_the_same_by_default():
-    """But for those that only one of them could set well."""
-    own = {"steps", "dropout"}
-    shared = set(get_type_hints(sft.SFTConfig)) & set(get_type_hints(Config)) - own
-    differing = {name for name in shared if getattr(sft.SFTConfig, name) != getattr(Config, name)}
-    assert differing == {"environment", "eval_every"}
-    hints = get_type_hints(sft.SFTConfig), get_type_hints(Config)
-    assert {name for name in shared if hints[0][name] != hints[1][name]} == {"environment"}
 
 
 @pytest.mark.slow

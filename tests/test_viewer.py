@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import randomise_adapter, seeds
@@ -23,8 +25,9 @@ from broadcast import save_adapter
 from chat import load_tokenizer
 from config import Config
 from environments import Task
-from lora import LoRAConfig, inject_lora
+from lora import LoRAConfig, adapter_disabled, inject_lora
 from model import Qwen3
+from quant import quantize_base
 from rollout import TorchEngine, Trajectory, run_episode
 from run import sample_row
 from tools import viewer
@@ -324,6 +327,17 @@ def test_a_conversation_answers_as_the_adapter_and_the_base_alone_do(adapter):
     assert all(adapted.token_ids != base.token_ids for adapted, base in pairs)
 
 
+def test_a_conversation_is_with_the_base_that_the_run_had(adapter, tmp_path):
+    shutil.copytree(adapter.parent, tmp_path / "run")
+    with (tmp_path / "run" / "config.toml").open("a") as stream:
+        stream.write('quantize = "nf4"\n')
+    chat, base = viewer.Chat(tmp_path / "run" / "adapter"), Qwen3.from_pretrained(BASE)
+    quantize_base(base)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), adapter_disabled(chat.engine.model):
+        assert torch.equal(chat.engine.model(ids), base(ids))
+
+
 TYPED = "2\n\nWho is \x1b[31m Nobody?\n" + "x" * 3000 + "\n"
 
 
@@ -384,6 +398,10 @@ def test_settings_come_from_the_nearest_run_or_from_the_adapter(adapter, tmp_pat
         (alone / file.name).write_bytes(file.read_bytes())
     config, source = viewer.settings_above(alone)
     assert config.model == str(BASE) and "defaults" in source
+    # Of a supervised run, which may leave the environment to its data.
+    (tmp_path / "config.toml").write_text('environment = ""\nbatch_size = 2\n')
+    config, _ = viewer.settings_above(alone)
+    assert config.environment == Config.environment
 
 
 def test_an_adapter_that_is_none_is_named(adapter, tmp_path):

@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 import safetensors.torch
 import torch
@@ -23,6 +22,7 @@ from tiny import randomise_adapter
 import train
 from broadcast import list_published, publish, retire, save_adapter
 from chat import load_tokenizer
+from client import call
 from environments import load_environment
 from lora import LoRAConfig, adapter_disabled, inject_lora
 from model import Qwen3
@@ -241,10 +241,10 @@ def test_hundreds_of_versions_are_served_fresh_and_leave_nothing_behind(server, 
             if version:
                 engine.remove_adapter(f"v-{version - 1}")
                 retire(tmp_path / f"v{version - 1:06d}")
-        served = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+        served = call(f"{server.url}/v1/models").json()["data"]
         assert [entry["id"] for entry in served if entry["parent"]] == ["v-199"]
         rpc = {"method": "list_loras"}
-        worker = httpx.post(f"{server.url}/collective_rpc", json=rpc, trust_env=False).json()
+        worker = call(f"{server.url}/collective_rpc", rpc).json()
         assert len(worker["results"][0]) <= VERSIONS + 1
         assert [path.name for path in list_published(tmp_path)] == ["v000199"]
         await engine.close()
@@ -308,7 +308,7 @@ def test_a_server_that_does_not_fit_is_refused_with_what_mends_it(server, tmp_pa
     safetensors.torch.save_file(tensors, other / "model.safetensors")
     line = refused(*shared, str(tmp_path / "model"), "--model", str(other))
     assert server.url in line and "another model" in line
-    models = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+    models = call(f"{server.url}/v1/models").json()["data"]
     assert len(models) == 1  # nothing stays behind
 
 

@@ -77,7 +77,7 @@ def rehearsal(config: Config) -> Iterator[Config]:
         small["engine"] = "torch"
     with tempfile.TemporaryDirectory() as directory:
         if has_experts(config.model):
-            small["model"] = str(upcycled(TINY, Path(directory) / "tiny-mixture"))
+            small["model"] = str(upcycle(TINY, Path(directory) / "tiny-mixture"))
         changed = dataclasses.replace(config, **small)
         for name, now in small.items():
             if name != "rehearse" and now != (was := getattr(config, name)):
@@ -97,31 +97,41 @@ def has_experts(model: str) -> bool:
         return False
 
 
-def upcycled(source: Path, directory: Path) -> Path:
-    """Writes a mixture-of-experts checkpoint that computes what the dense one in `source` does."""
-    directory.mkdir()
+def upcycle(
+    source: Path, directory: Path, experts: int = EXPERTS, chosen: int = CHOSEN, seed: int = 0
+) -> Path:
+    """Writes a mixture-of-experts checkpoint that computes what the dense one in `source` does, to
+    `directory`, which must not exist; returns it.
+
+    experts: copies of each MLP; chosen: how many of them a token visits; seed: of the routers.
+    """
     config = read_json(source / "config.json")
+    if config.get("model_type") != "qwen3":
+        raise ValueError(f"{source}: a dense qwen3 is expected, found {config.get('model_type')}")
+    directory.mkdir(parents=True)
+    tensors = {}
+    for name, tensor in read_checkpoint(source).items():
+        layer, inside, projection = name.partition(".mlp.")
+        for e in range(experts) if inside else ():
+            tensors[f"{layer}.mlp.experts.{e}.{projection}"] = tensor.clone()
+        if not inside:
+            tensors[name] = tensor
+    generator, size = torch.Generator().manual_seed(seed), config["hidden_size"]
+    for layer in range(config["num_hidden_layers"]):
+        # Inputs are normalised, so that the router's logits are about normal, with variance 1.
+        router = torch.randn(experts, size, generator=generator) / size**0.5
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = router.to(tensor.dtype)
     config |= {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": CHOSEN,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
         "moe_intermediate_size": config["intermediate_size"],
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    (directory / "config.json").write_text(json.dumps(config))
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, tensor in read_checkpoint(source).items():
-        layer, inside, projection = name.partition(".mlp.")
-        if not inside:
-            tensors[name] = tensor
-            continue
-        router = torch.randn(EXPERTS, config["hidden_size"], generator=generator)
-        tensors[f"{layer}.mlp.gate.weight"] = router.to(tensor.dtype)
-        for expert in range(EXPERTS):
-            tensors[f"{layer}.mlp.experts.{expert}.{projection}"] = tensor.clone()
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     for name in COMPANIONS:
         if (source / name).is_file():

@@ -38,6 +38,7 @@ from checkpoint import read_json  # noqa: E402
 from config import Config  # noqa: E402
 from environments import Task  # noqa: E402
 from model import Qwen3  # noqa: E402
+from quant import quantize_base  # noqa: E402
 from rollout import TorchEngine, Trajectory, run_episode  # noqa: E402
 from train import load_environments, outcome_of  # noqa: E402
 
@@ -320,6 +321,7 @@ def settings_above(adapter: Path) -> tuple[Config, str]:
         file = directory / "config.toml"
         if file.is_file():
             found = {key: value for key, value in read_settings(file).items() if key in known}
+            found["environment"] = found.get("environment") or Config.environment  # sft.py: ""
             return Config(**found), f"settings: {file}"
     model = facts.get("base_model_name_or_path") or Config.model
     return Config(model=model), f"settings: the defaults, there is no config.toml above {adapter}"
@@ -342,6 +344,8 @@ class Chat:
         self.tokenizer = tokenizer_of(self.config.model)
         dtype = getattr(torch, self.config.dtype)
         base = Qwen3.from_pretrained(self.config.model, dtype, self.config.device)
+        if self.config.quantize == "nf4":
+            quantize_base(base)
         self.engine = TorchEngine(base, slots=4, max_length=self.config.max_length)
         self.engine.add_adapter("adapter", adapter)
 

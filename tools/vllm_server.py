@@ -29,9 +29,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-import httpx
 import tyro
 from tqdm import tqdm
 
@@ -167,8 +168,10 @@ class RunServer:
         if self.process.poll() is not None:
             return False  # somebody else may answer there
         try:
-            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
-        except httpx.TransportError:
+            with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=5)) as connection:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+        except (OSError, HTTPException):
             return False
 
     def last_words(self, lines: int = 8) -> str:
