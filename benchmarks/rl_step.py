@@ -95,9 +95,6 @@ def play_ours(checkpoint: str, steps: int) -> dict:
     import train
     from config import Config
     from environments import Task
-    from pipeline import Pipeline
-    from rollout import TorchEngine
-    from start import load_policy, start_run
 
     prompts = make_prompts(2048)
     tasks = [Task(str(i), f"prompt {i}", "") for i in range(GROUPS)]
@@ -123,22 +120,14 @@ def play_ours(checkpoint: str, steps: int) -> dict:
             episode.reward = reward_of(episode.token_ids[PROMPT:])
         return groups
 
-    def set_up(config: Config) -> train.Trainer:
-        model, lora, optimizer, size = load_policy(config)
-        engine = TorchEngine(model, config.slots, config.max_length)
-        run = start_run(config, "rl_step", model, lora, optimizer, size, "rl_step")
-        parts = (config, environment, environment, tokenizer, model, lora, optimizer, engine, run)
-        trainer = train.Trainer(*parts, None, Pipeline(0))
-        probe = trainer.probe
+    async def probe(trainer: train.Trainer) -> None:
+        await probed(trainer)  # the last thing that a step does
+        clock.step_ended()
 
-        async def probe_and_look() -> None:
-            await probe()  # the last thing that a step does
-            clock.step_ended()
-
-        trainer.probe = probe_and_look
-        return trainer
-
-    played, train.run_groups, train.set_up = train.run_groups, run_groups, set_up
+    played, train.run_groups = train.run_groups, run_groups
+    probed, train.Trainer.probe = train.Trainer.probe, probe
+    train.load_environments = lambda config: (environment, environment)
+    train.load_tokenizer = lambda model: tokenizer
     with tempfile.TemporaryDirectory() as directory:
         config = Config(
             model=checkpoint,
