@@ -63,7 +63,7 @@ def batch_of(batch: int, length: int, group: int) -> tuple[torch.Tensor, torch.T
     """ids (S, T + 1), mask (S, T): the last half of each sequence, or a group's completions."""
     if group:
         ids = torch.randint(TINY["vocab_size"], (group, PROMPT + COMPLETION + 1))
-        ids[:, :PROMPT] = ids[0, :PROMPT]
+        ids[1:, :PROMPT] = ids[0, :PROMPT]
         counted = COMPLETION
     else:
         ids = torch.randint(TINY["vocab_size"], (batch, length + 1))
