@@ -100,7 +100,9 @@ def test_the_norm_and_its_gradients_are_those_of_the_formula(size, rows, seed, d
     (expected * weights).sum().backward()
     found = norm(x)
     (found * weights).sum().backward()
-    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    # Of a row near 0 the gradient is a difference of numbers as large as 1 / its root mean square.
+    scale = float((wide.detach().square().mean(-1) + 1e-6).rsqrt().max().clamp(min=1))
+    tolerance = scale * (1e-5 if dtype == torch.float32 else 0.1)
     pairs = [(found, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)]
     for mine, exact in pairs:
         assert mine.dtype == dtype

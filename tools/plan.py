@@ -332,7 +332,7 @@ def sampled_flops(
 ) -> int:
     """Of `tokens` that go through the model with `context` before them on average, `wanted` of
     which have their logits computed."""
-    total = sum(layers(shapes, lora, tokens, tokens), Costs())
+    total = sum(layers(shapes, lora, tokens, wanted), Costs())
     head = 2 * shapes.hidden_size * shapes.vocab_size
     return int(total.forward + total.attention * context + wanted * head)
 
