@@ -29,8 +29,8 @@ from experiments.runs import ROOT, RUNS
 
 MINUTES = 6  # on two cores that other programs keep busy too
 MODEL = ROOT / "assets" / "tiny-qwen3"
-FLAGS = "--groups 4 --group-size 6 --eval-size 32 --engine vllm".split()
-STEPS, QUICK_STEPS = 6, 4
+STEPS, FLAGS = 6, "--groups 4 --group-size 6 --eval-size 32".split()
+QUICK_STEPS, QUICK_FLAGS = 4, "--groups 3 --group-size 4 --eval-size 8".split()
 
 
 def start(*command, **options) -> subprocess.Popen:
@@ -39,9 +39,9 @@ def start(*command, **options) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
 
 
-def start_run(output: Path, seed: int, steps: int, url: str) -> subprocess.Popen:
+def start_run(output: Path, seed: int, flags: list[str], url: str) -> subprocess.Popen:
     output.mkdir(parents=True)
-    flags = ["--model", MODEL, "--seed", seed, "--steps", steps, "--vllm-url", url, *FLAGS]
+    flags = ["--model", MODEL, "--seed", seed, "--engine", "vllm", "--vllm-url", url, *flags]
     with open(output.with_suffix(".log"), "w") as log:
         streams = {"stdout": log, "stderr": subprocess.STDOUT}
         return start("train.py", *flags, "--output", output, **streams)
@@ -65,18 +65,18 @@ def wait(run: subprocess.Popen, output: Path) -> None:
         raise RuntimeError(f"{output}: ended with {run.returncode}; see its .log beside it")
 
 
-def play(output: Path, steps: int, processes: list[subprocess.Popen]) -> dict:
+def play(output: Path, steps: int, flags: list[str], processes: list[subprocess.Popen]) -> dict:
     """The three runs, their directories under `output`; what is started is put on `processes`."""
     output.mkdir(parents=True)
     with open(output / "server.log", "w") as log:
         streams = {"stdout": subprocess.PIPE, "stderr": log}
         server = start("tools/serve.py", MODEL, "--max-adapters", 4, **streams)
     processes.append(server)
-    url = server.stdout.readline().split()[-1]
+    url, flags = server.stdout.readline().split()[-1], ["--steps", steps, *flags]
     alone, a, b = (output / name for name in ("alone", "a", "b"))
-    processes.append(start_run(alone, 0, steps, url))
+    processes.append(start_run(alone, 0, flags, url))
     wait(processes[-1], alone)
-    run_a, run_b = start_run(a, 0, steps, url), start_run(b, 1, steps, url)
+    run_a, run_b = start_run(a, 0, flags, url), start_run(b, 1, flags, url)
     processes += [run_a, run_b]
     while len(rows_of(b)) < steps // 2:
         if run_b.poll() is not None:
@@ -124,7 +124,8 @@ def measure(quick: bool, jobs: int) -> dict:
     shutil.rmtree(output, ignore_errors=True)
     processes: list[subprocess.Popen] = []
     try:
-        return play(output, QUICK_STEPS if quick else STEPS, processes)
+        sizes = (QUICK_STEPS, QUICK_FLAGS) if quick else (STEPS, FLAGS)
+        return play(output, *sizes, processes)
     finally:
         for process in processes:
             process.terminate()

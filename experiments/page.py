@@ -38,7 +38,12 @@ PART = re.compile(r"(?<=<!-- result -->\n).*(?=<!-- end of result -->)", re.DOTA
 GALLERY = re.compile(r"(?<=<!-- gallery -->\n).*(?=<!-- end of gallery -->)", re.DOTALL)
 VERDICTS = ("agrees", "disagrees", "undecided")
 # In the order of a reader.
-EXPERIMENTS: tuple[str, ...] = ("fleet",)
+EXPERIMENTS: tuple[str, ...] = (
+    "shipped",
+    "many_adapters",
+    "fleet",
+    "cost",
+)
 SHOWN = ("rank", "capacity", "corrections", "many_adapters")  # their figures are in the README
 
 
