@@ -101,6 +101,7 @@ def measured(run: Run, seed: int) -> dict:
         "share_sampling": sum(sampling) / sum(steps),
         "held_out": [run.summary["eval_before"], run.summary["eval_after"]],
         "planned_core_seconds": planned_core_seconds(config),
+        "planned_flops": config.steps * sum(step_flops(config).values()),
     }
 
 
@@ -224,12 +225,13 @@ def table(result: dict) -> str:
         "",
         f"Assumed prices, dollars an hour: {named}; Tina's hours are its dollars at one dollar a "
         "GPU and hour, and its planned ones are one GPU's work, which two would share. "
-        f"Mean ± 95% interval of {len(runs)} seeds.",
+        f"Mean ± 95% interval of {len(runs)} seed{'s' * (len(runs) > 1)}.",
         "",
         f"The default job went from {statistics.mean(before):.3f} to {both(list(after), '.3f')} "
-        f"held out in {both(cpu, '.0f')} core-seconds (planned, without evaluations and start: "
-        f"{plans:.0f}). That is {both(rates, '.1f')} GFLOP/s of a core that reaches 77 in large "
-        f"products; {both(sampling, '.0f')} % of a step's seconds were sampling.",
+        f"held out in {both(cpu, '.0f')} core-seconds; planned, without evaluations and start, were "
+        f"{plans:.0f} and {human(runs[0]['planned_flops'], 'FLOP')}. A core that reaches 77 GFLOP/s "
+        f"in large products had {both(rates, '.1f')}; {both(sampling, '.0f')} % of a step's "
+        "seconds were sampling.",
     ]
     return "\n".join(lines)
 
