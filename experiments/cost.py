@@ -228,9 +228,9 @@ def table(result: dict) -> str:
         f"Mean ± 95% interval of {len(runs)} seed{'s' * (len(runs) > 1)}.",
         "",
         f"The default job went from {statistics.mean(before):.3f} to {both(list(after), '.3f')} "
-        f"held out in {both(cpu, '.0f')} core-seconds; planned, without evaluations and start, were "
-        f"{plans:.0f} and {human(runs[0]['planned_flops'], 'FLOP')}. A core that reaches 77 GFLOP/s "
-        f"in large products had {both(rates, '.1f')}; {both(sampling, '.0f')} % of a step's "
+        f"held out in {both(cpu, '.0f')} core-seconds; planned, without evaluations and start, "
+        f"were {plans:.0f} and {human(runs[0]['planned_flops'], 'FLOP')}. A core that reaches 77 "
+        f"GFLOP/s in large products had {both(rates, '.1f')}; {both(sampling, '.0f')} % of a step's "
         "seconds were sampling.",
     ]
     return "\n".join(lines)
