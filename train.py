@@ -58,7 +58,7 @@ from distributed import (
     recruit,
 )
 from full import check_finite
-from grpo import group_advantages
+from grpo import group_advantages, reward_bits
 from lora import LoRAConfig
 from model import Qwen3
 from pipeline import Pipeline
@@ -410,6 +410,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 **metrics,
                 "turns": sum(episode.turns for episode in episodes) / len(episodes),
                 "tokens_sampled": sampled,
+                "reward_bits": reward_bits(rewards_P_G),
                 "groups_skipped": int(equal_P.sum()),
                 "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
                 "staleness_max": staleness,
