@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 PART = re.compile(r"(?<=<!-- result -->\n).*(?=<!-- end of result -->)", re.DOTALL)
 VERDICTS = ("agrees", "disagrees", "undecided")
 # In the order of a reader.
-EXPERIMENTS: tuple[str, ...] = ()
+EXPERIMENTS: tuple[str, ...] = ("rank", "learning_rate", "layers", "capacity")
 
 
 def load(name: str) -> ModuleType:

@@ -1,0 +1,159 @@
+"""Which layers: attention alone, MLP alone, or all, at equal numbers of trained parameters.
+
+    python -m experiments layers
+
+Two tasks, since one may not tell them apart: RL in the miniature wiki, which asks an adapter for
+little (rank.py), and random facts (capacity.py), which ask it for all that it can hold. Ranks are
+chosen so that the adapters are of one size; once for the dense base, and once for a mixture of
+experts made of it, where the MLPs are four experts a layer.
+"""
+
+from itertools import product
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from assets.make_tiny_moe import upcycle
+from experiments import capacity, rank
+from experiments.runs import ROOT, run_all
+from experiments.sweep import (
+    SEEDS,
+    Claims,
+    claims_table,
+    interval,
+    judge,
+    of,
+    together,
+    told,
+    values,
+)
+
+MINUTES = 15
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+MOE = "runs/tiny-qwen3-moe"
+# (model, where) -> flags; an adapter of the dense base has 18,000 to 19,500 parameters, one of the
+# mixture 197,000.
+PLACES = {
+    ("dense", "attention"): ("--rank", "5", "--target-modules", *ATTENTION),
+    ("dense", "MLP"): ("--rank", "3", "--target-modules", *MLP),
+    ("dense", "all"): ("--rank", "2"),
+    ("mixture", "attention"): ("--model", MOE, "--rank", "55", "--target-modules", *ATTENTION),
+    ("mixture", "experts"): ("--model", MOE, "--rank", "8", "--target-modules", "experts"),
+    ("mixture", "all"): ("--model", MOE, "--rank", "7"),
+}
+MLP_OF = {"dense": "MLP", "mixture": "experts"}
+COLOURS = {"attention": "#d95f0e", "MLP": "#3182bd", "experts": "#3182bd", "all": "#636363"}
+RATE = 3e-3
+FACTS = {"dense": 256, "mixture": 512}
+EPOCHS = {"dense": 60, "mixture": 20}
+
+
+def measure(quick: bool, jobs: int) -> dict:
+    if not (ROOT / MOE).is_dir():
+        upcycle(ROOT / "assets" / "tiny-qwen3", ROOT / MOE, 4, 2, seed=0)
+    seeds = SEEDS[:1] if quick else SEEDS
+    facts = {model: 32 for model in FACTS} if quick else FACTS
+    epochs = {model: 4 for model in EPOCHS} if quick else EPOCHS
+    cells = list(product(PLACES, seeds))
+    rl = [rank.train_flags(PLACES[place], RATE, seed, quick) for place, seed in cells]
+    learned = [
+        capacity.memorise(
+            PLACES[place], RATE, seed, facts[place[0]], epochs[place[0]], capacity.BATCH
+        )
+        for place, seed in cells
+    ]
+    runs = run_all([*rl, *learned], jobs)
+    rows = []
+    for (place, seed), by_rl, by_facts in zip(
+        cells, runs[: len(cells)], runs[len(cells) :], strict=True
+    ):
+        row = {"model": place[0], "where": place[1], "seed": seed}
+        row |= {key: rank.outcome(by_rl)[key] for key in ("held_out", "before", "reward")}
+        rows.append(row | capacity.outcome(by_facts) | {"facts": facts[place[0]]})
+    return {"runs": rows}
+
+
+def bits(rows: list[dict]) -> list[float]:
+    return [capacity.stored(row["loss"], row["facts"]) for row in rows]
+
+
+def claims(result: dict) -> Claims:
+    judged = {}
+    for model, mlp in MLP_OF.items():
+        rows = of(result["runs"], model=model)
+        ours, theirs = of(rows, where=mlp), of(rows, where="attention")
+        gains = [a / max(b, 1.0) for a, b in zip(bits(ours), bits(theirs), strict=True)]
+        judged[f"{model}: {mlp} hold more facts than attention"] = (
+            judge(gains, low=1.0),
+            f"{told(gains, '.2f')} times",
+        )
+        ends = zip(values(ours, "held_out"), values(theirs, "held_out"), strict=True)
+        gaps = [a - b for a, b in ends]
+        judged[f"{model}: RL on {mlp} ends higher than on attention"] = (
+            judge(gaps, low=0.0),
+            f"by {told(gaps, '+.3f')}",
+        )
+    return judged
+
+
+def verdict(result: dict) -> tuple[str, str]:
+    return together(claims(result))
+
+
+def table(result: dict) -> str:
+    lines = [
+        "| model | adapted | parameters | facts stored | bits a parameter | RL, held out |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, where in dict.fromkeys((row["model"], row["where"]) for row in result["runs"]):
+        rows = of(result["runs"], model=model, where=where)
+        kept, parameters = bits(rows), rows[0]["parameters"]
+        total = rows[0]["facts"] * capacity.BITS / 1000
+        lines.append(
+            f"| {model} | {where} | {parameters:,} | {told([b / 1000 for b in kept], '.2f')} of "
+            f"{total:.1f} kbit | {told([b / parameters for b in kept])} | "
+            f"{told(values(rows, 'held_out'))} |"
+        )
+    before = result["runs"][0]["before"]
+    return (
+        claims_table(claims(result))
+        + "\n".join(lines)
+        + (f"\n\nIntervals: 95% over seeds (Student's t). Held out before RL: {before:.3f}.")
+    )
+
+
+def draw(result: dict) -> Figure:
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    for axes, model in zip(figure.subplots(2, 3), MLP_OF, strict=True):
+        stored, rewards, ends = axes
+        rows = of(result["runs"], model=model)
+        for place, where in enumerate(dict.fromkeys(values(rows, "where"))):
+            mine, colour = of(rows, where=where), COLOURS[where]
+            label = f"{where}, {mine[0]['parameters']:,}"
+            facts = mine[0]["facts"]
+            losses = [fmean(at_epoch) for at_epoch in zip(*values(mine, "epochs"), strict=True)]
+            kept = [capacity.stored(loss, facts) / 1000 for loss in losses]
+            stored.plot(range(1, len(kept) + 1), kept, color=colour, lw=2, label=label)
+            curves = [rank.smooth(curve) for curve in values(mine, "reward")]
+            means = [fmean(at_step) for at_step in zip(*curves, strict=True)]
+            rewards.plot(range(1, len(means) + 1), means, color=colour, lw=2, label=where)
+            mean, half = interval(values(mine, "held_out"))
+            ends.errorbar(place, mean, min(half, 1), fmt="o", color=colour, capsize=4)
+        names = list(dict.fromkeys(values(rows, "where")))
+        ends.set(xticks=range(len(names)), xticklabels=names, ylim=(0, 1.05), xlim=(-0.5, 2.5))
+        ends.axhline(rows[0]["before"], color="gray", ls="--", lw=1)
+        stored.axhline(facts * capacity.BITS / 1000, color="gray", ls="--", lw=1)
+        stored.set(ylabel=f"{model}\nkbit stored", ylim=(0, None))
+        rewards.set(ylim=(0, 1.05))
+        stored.legend(fontsize=8, title="adapted, parameters", title_fontsize=8)
+        for axis in axes:
+            axis.grid(alpha=0.3)
+        if model == "dense":
+            stored.set_title("random facts")
+            rewards.set_title("RL: reward, mean of seeds")
+            ends.set_title("RL: held out, 95% over seeds")
+        else:
+            stored.set_xlabel("epoch")
+            rewards.set_xlabel("step")
+    return figure
