@@ -5,10 +5,13 @@ python -m experiments rank               run one: result file, figure and page a
 python -m experiments rank --quick       a minute or two: the same code on less; nothing committed
 python -m experiments all                the whole gallery, under two hours on two cores
 python -m experiments rank --draw        page and figure again, from the committed result file
+python -m experiments --gallery          the README's gallery again, from the committed result files
 """
 
 import argparse
-import json
+import os
+import signal
+import sys
 import time
 
 from experiments import page
@@ -17,33 +20,50 @@ from experiments.runs import RUNS
 
 def list_them() -> None:
     for name in page.EXPERIMENTS:
-        result = json.loads((page.HERE / f"{name}.json").read_text())
-        module = page.load(name)
-        word, minutes = module.verdict(result)[0], module.MINUTES
-        print(f"{name:15} {minutes:3d} min  {word:10} {page.finding(name)}")
+        verdict, finding = page.outcome(name)
+        print(f"{name:15} {page.load(name).MINUTES:3d} min  {verdict:10} {finding}")
+
+
+def carry_out(name: str, options: argparse.Namespace) -> None:
+    """Runs (or with --draw reads) one, writes its files, prints what it found."""
+    module, begun = page.load(name), time.monotonic()
+    folder = RUNS / "quick" if options.quick else page.HERE
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.draw:
+        result = page.committed(name)
+        if result is None:
+            return print(f"{name} was not run: python -m experiments {name}")
+    else:
+        result = module.measure(options.quick, options.jobs)
+    page.write(name, result, folder)
+    word, why = module.verdict(result)
+    less = " (of a quick run, which is less than the criterion asks for)" if options.quick else ""
+    print(f"{name}: {word}{less}. {why}\n\n{module.table(result)}\n")
+    print(f"{os.path.relpath(folder / name)}.md, .json, .png; {time.monotonic() - begun:.0f} s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m experiments", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m experiments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", nargs="?", choices=[*page.EXPERIMENTS, "all"])
     parser.add_argument("--quick", action="store_true", help="less of it, kept under runs/")
     parser.add_argument("--draw", action="store_true", help="from the committed result file")
+    parser.add_argument("--gallery", action="store_true", help="write the README's gallery")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, a thread each")
     options = parser.parse_args()
-    if options.name is None:
-        return list_them()
-    folder = RUNS / "quick" if options.quick else page.HERE
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in page.EXPERIMENTS if options.name == "all" else [options.name]:
-        module, begun = page.load(name), time.monotonic()
-        if options.draw:
-            result = json.loads((page.HERE / f"{name}.json").read_text())
-        else:
-            result = module.measure(options.quick, options.jobs)
-        page.write(name, result, folder)
-        word, why = module.verdict(result)
-        seconds = time.monotonic() - begun
-        print(f"{name}: {word}. {why}\n{module.table(result)}\n{folder / name}.md, {seconds:.0f} s")
+    if options.quick and options.draw:
+        parser.error("--draw draws what is committed, and --quick commits nothing")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no run is left behind
+    if options.name:
+        for name in page.EXPERIMENTS if options.name == "all" else [options.name]:
+            carry_out(name, options)
+    if options.gallery:
+        page.write_gallery()
+    elif not options.name:
+        list_them()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ of them fill up?), and one adapter and full fine-tuning meet a list in batches o
 
 import json
 import math
+import os
 import random
 from itertools import product
 from statistics import fmean
@@ -60,7 +61,7 @@ def write_facts(number: int, seed: int) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": p, "completion": "".join(rng.choices(CHOICES, k=WORDS))} for p in people]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file.relative_to(ROOT))
+    return os.path.relpath(file, ROOT)
 
 
 def memorise(

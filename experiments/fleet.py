@@ -1,6 +1,6 @@
 """Two runs share one server, one of them is killed halfway, and the other notices nothing.
 
-    python experiments/fleet.py            experiments/fleet.json, .md and .png; under 3 minutes
+    python -m experiments fleet            experiments/fleet.json, .md and .png; under 3 minutes
 
           run a, seed 0 ──┐    names a-1-0, a-1-1, ...    ┌─ one base, one cache, one batch:
                           ├──► tools/serve.py ────────────┤  rows of a and rows of b, each with
@@ -11,9 +11,9 @@ samples depends on its own adapter and seeds; its neighbours in a batch change l
 (1e-6), so its steps are the same ones unless a draw falls that close to a boundary.
 """
 
-import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +21,16 @@ import time
 import urllib.request
 from pathlib import Path
 
-import matplotlib
 import safetensors.torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from experiments.runs import ROOT, RUNS
 
-ROOT = Path(__file__).resolve().parent.parent
+MINUTES = 6  # on two cores that other programs keep busy too
 MODEL = ROOT / "assets" / "tiny-qwen3"
-SMALL = "--groups 4 --group-size 6 --eval-size 32 --engine vllm".split()
+FLAGS = "--groups 4 --group-size 6 --eval-size 32 --engine vllm".split()
+STEPS, QUICK_STEPS = 6, 4
 
 
 def start(*command, **options) -> subprocess.Popen:
@@ -40,7 +41,7 @@ def start(*command, **options) -> subprocess.Popen:
 
 def start_run(output: Path, seed: int, steps: int, url: str) -> subprocess.Popen:
     output.mkdir(parents=True)
-    flags = ["--model", MODEL, "--seed", seed, "--steps", steps, "--vllm-url", url, *SMALL]
+    flags = ["--model", MODEL, "--seed", seed, "--steps", steps, "--vllm-url", url, *FLAGS]
     with open(output.with_suffix(".log"), "w") as log:
         streams = {"stdout": log, "stderr": subprocess.STDOUT}
         return start("train.py", *flags, "--output", output, **streams)
@@ -99,7 +100,6 @@ def play(output: Path, steps: int, processes: list[subprocess.Popen]) -> dict:
         for one, other in zip(rows["alone"], rows["a"], strict=True)
     ]
     return {
-        "command": "python experiments/fleet.py",
         "steps": steps,
         "rewards": {name: [row["reward"] for row in these] for name, these in rows.items()},
         "mismatch_max": {name: max(r["mismatch_max"] for r in rows[name]) for name in rows},
@@ -116,6 +116,52 @@ def play(output: Path, steps: int, processes: list[subprocess.Popen]) -> dict:
         "server_alive_at_the_end": alive,
         "left_on_the_server": left,
     }
+
+
+def measure(quick: bool, jobs: int) -> dict:
+    """Three runs, of which `jobs` does not change that two are alive at once."""
+    output = RUNS / ("fleet-quick" if quick else "fleet")
+    shutil.rmtree(output, ignore_errors=True)
+    processes: list[subprocess.Popen] = []
+    try:
+        return play(output, QUICK_STEPS if quick else STEPS, processes)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+
+
+def criteria(result: dict) -> dict[str, bool]:
+    """What must hold, in words, and whether it does."""
+    rewards, steps, served = result["rewards"], result["steps"], result["when_b_died"]["served"]
+    (before, after), (again, shared) = result["held_out"]["alone"], result["held_out"]["a"]
+    runs = {name.rsplit("-", 2)[0] for name in served}
+    return {
+        "a takes all of its steps": len(rewards["a"]) == len(rewards["alone"]) == steps,
+        "b dies halfway": steps // 2 <= len(rewards["b"]) < steps,
+        # A draw may lie within rounding of a boundary, and then later steps are others.
+        "a's first step is the one that it has alone": result["equal_steps"] >= 1,
+        "a ends where it ends alone": before == again and abs(after - shared) < 0.1,
+        "each samples with its own adapter": max(result["mismatch_max"].values()) < 1e-3,
+        "both runs had adapters on the server when b died": len(runs) == 2,
+        "the server lives": result["server_alive_at_the_end"],
+        "b's last adapter alone is left": (
+            len(result["left_on_the_server"]) == 1 and result["left_on_the_server"][0] in served
+        ),
+    }
+
+
+def verdict(result: dict) -> tuple[str, str]:
+    failed = [words for words, holds in criteria(result).items() if not holds]
+    if failed:
+        return "disagrees", f"Not so: {'; '.join(failed)}."
+    why = (
+        f"Of a's {result['steps']} steps the first {result['equal_steps']} have the same reward "
+        f"and as many tokens as alone, the adapters differ by at most "
+        f"{result['adapter_difference']:.0e}, and when b died the server offered "
+        f"{len(result['when_b_died']['served'])} adapters."
+    )
+    return "agrees", why
 
 
 def table(result: dict) -> str:
@@ -136,7 +182,7 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict, file: Path) -> None:
+def draw(result: dict) -> Figure:
     figure, axis = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
     styles = {"alone": ("o", "a, alone"), "a": ("-", "a, shared"), "b": ("--", "b, shared")}
     for name, (style, label) in styles.items():
@@ -147,38 +193,4 @@ def draw(result: dict, file: Path) -> None:
     axis.set_ylabel("reward")
     axis.legend()
     axis.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser("experiments/fleet.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / f"fleet-{os.getpid()}")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent, help="a directory")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process is left behind
-    processes: list[subprocess.Popen] = []
-    try:
-        result = play(options.runs.absolute(), options.steps, processes)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait()
-    text = (
-        f"{table(result)}\n\n"
-        f"Of a's {result['steps']} steps the first {result['equal_steps']} had the same reward and "
-        f"as many tokens as alone; the adapters differ by at most "
-        f"{result['adapter_difference']:.0e}. When b died the server offered "
-        f"{len(result['when_b_died']['served'])} adapters; b's last stays until b is resumed."
-    )
-    print(text)
-    heading = (
-        f"# One server, two runs, one death\n\n`{result['command']}`\n\n![rewards](fleet.png)\n"
-    )
-    (options.results / "fleet.md").write_text(f"{heading}\n{text}\n")
-    (options.results / "fleet.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, options.results / "fleet.png")
-
-
-if __name__ == "__main__":
-    main()
+    return figure

@@ -8,9 +8,16 @@ An experiment is a module of this folder:
     table(result) -> str            Markdown
     draw(result) -> Figure
 
-<name>.md is prose (hypothesis, source, criterion, finding) around one part that `write` fills from
-the result file. The figure carries the digest of that file, so that a test can tell whether the
-three belong together (`check`).
+<name>.md is prose around one part that `write` fills from the result file:
+
+    # Title
+    **Hypothesis.** Its first sentence is the claim and who makes it: the README's gallery has it.
+    **Criterion.** Stated before the runs; verdict() is nothing but this.
+    <!-- result -->  verdict, table, figure  <!-- end of result -->  (either alone on its line)
+    **Finding.** Its first sentence is the finding in plain words, also where it is another's.
+
+The figure carries the digest of the result file, so that a test can tell whether the three belong
+together (`check`). What else is said of an experiment anywhere is made of these files.
 """
 
 import hashlib
@@ -23,16 +30,32 @@ from types import ModuleType
 import matplotlib
 
 matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
 PART = re.compile(r"(?<=<!-- result -->\n).*(?=<!-- end of result -->)", re.DOTALL)
+GALLERY = re.compile(r"(?<=<!-- gallery -->\n).*(?=<!-- end of gallery -->)", re.DOTALL)
 VERDICTS = ("agrees", "disagrees", "undecided")
 # In the order of a reader.
-EXPERIMENTS: tuple[str, ...] = ("rank", "learning_rate", "layers", "capacity")
+EXPERIMENTS: tuple[str, ...] = (
+    "rank",
+    "learning_rate",
+    "layers",
+    "capacity",
+    "fleet",
+)
+SHOWN = ("rank", "capacity", "corrections", "many_adapters")  # their figures are in the README
 
 
 def load(name: str) -> ModuleType:
     return importlib.import_module(f"experiments.{name}")
+
+
+def committed(name: str) -> dict | None:
+    """The committed result file; None for an experiment that was not run yet."""
+    file = HERE / f"{name}.json"
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def digest_of(result_file: Path) -> str:
@@ -54,28 +77,80 @@ def result_part(module: ModuleType, result: dict, name: str) -> str:
 
 
 def write(name: str, result: dict, folder: Path = HERE) -> None:
-    """<name>.json and .png into `folder`, and the result's part of <name>.md."""
+    """<name>.json and .png into `folder`, and the page with the result's part filled in."""
     module, file = load(name), folder / f"{name}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
+    result = json.loads(file.read_text())  # as a reader of the file has it: keys are strings
     figure = module.draw(result)
     figure.savefig(folder / f"{name}.png", dpi=120, metadata={"Source": digest_of(file)})
-    part = result_part(module, json.loads(file.read_text()), name)
+    pyplot.close(figure)
     text = (HERE / f"{name}.md").read_text()
+    if not PART.search(text):
+        raise ValueError(
+            f"{HERE / name}.md: has no lines <!-- result --> and <!-- end of result -->"
+        )
+    part = result_part(module, result, name)
     (folder / f"{name}.md").write_text(PART.sub(lambda _: part, text))
 
 
 def check(name: str) -> None:
     """ValueError if the committed result file, page and figure of an experiment differ."""
     file, page, figure = (HERE / f"{name}.{ending}" for ending in ("json", "md", "png"))
-    result = json.loads(file.read_text())
     found = PART.search(page.read_text())
-    if not found or found[0] != result_part(load(name), result, name):
-        raise ValueError(f"{page}: is not what {file.name} says: python -m experiments {name}")
+    if not found or found[0] != result_part(load(name), committed(name), name):
+        raise ValueError(
+            f"{page}: is not what {file.name} says: python -m experiments {name} --draw"
+        )
     if digest_in(figure) != digest_of(file):
-        raise ValueError(f"{figure}: was not drawn from {file.name}: python -m experiments {name}")
+        raise ValueError(
+            f"{figure}: not drawn from {file.name}: python -m experiments {name} --draw"
+        )
 
 
-def finding(name: str) -> str:
-    """The first sentence of the page's finding."""
-    text = (HERE / f"{name}.md").read_text().partition("**Finding.**")[2]
-    return " ".join(re.split(r"(?<=[.!?])\s", text.strip())[0].split())
+# --- what the list and the README say of an experiment --------------------------------------------
+
+
+def first_sentence(name: str, heading: str) -> str:
+    """Of a page's paragraph **Hypothesis.** or **Finding.**, on one line. ValueError if the page
+    has no such paragraph."""
+    page = HERE / f"{name}.md"
+    found = re.search(rf"\*\*{heading}[^*]*\*\*(.*?)(?:\n\n|\Z)", page.read_text(), re.DOTALL)
+    if not found or not found[1].strip():
+        raise ValueError(f"{page}: has no paragraph that begins with **{heading}.**")
+    text = " ".join(found[1].split())
+    # A stop ends a sentence if something that may begin one follows: not "et al. 2021", "e.g. so".
+    return re.split(r"(?<=[.!?])\s(?=[A-Z`*\[])", text)[0]
+
+
+def title(name: str) -> str:
+    return re.search(r"^# (.+)$", (HERE / f"{name}.md").read_text(), re.MULTILINE)[1]
+
+
+def outcome(name: str) -> tuple[str, str]:
+    """(verdict, finding) by the committed result."""
+    result = committed(name)
+    if result is None:
+        return "not run", ""
+    return load(name).verdict(result)[0], first_sentence(name, "Finding")
+
+
+def gallery() -> str:
+    """The README's: a row an experiment, and the figures of some."""
+    rows = ["| `python -m experiments ...` | minutes | claim | verdict | finding |"]
+    rows += ["|---|---|---|---|---|"]
+    for name in EXPERIMENTS:
+        word, finding = outcome(name)
+        claim, minutes = first_sentence(name, "Hypothesis"), load(name).MINUTES
+        cells = [f"[`{name}`](experiments/{name}.md)", f"{minutes}", claim, f"**{word}**", finding]
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    shown = [name for name in SHOWN if name in EXPERIMENTS and committed(name)]
+    for left, right in zip(shown[::2], [*shown[1::2], None], strict=False):
+        pair = [name for name in (left, right) if name]
+        rows += ["", f"| {' | '.join(map(title, pair))} |", "|---" * len(pair) + "|"]
+        images = [f"[![{n}](experiments/{n}.png)](experiments/{n}.md)" for n in pair]
+        rows += [f"| {' | '.join(images)} |"]
+    return "\n".join(rows) + "\n"
+
+
+def write_gallery() -> None:
+    README.write_text(GALLERY.sub(lambda _: gallery(), README.read_text()))

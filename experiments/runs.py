@@ -1,16 +1,21 @@
 """The training runs of an experiment: `train.py` and `sft.py` as users start them, kept, reused.
 
-    arguments ──► runs/experiments/<digest of the arguments>/ ──► Run(rows, summary, ...)
+    arguments ──► runs/experiments/<digest of the arguments>/ ──► Run(rows, summary, error, ...)
+                    run.log      what it printed
+                    run/         its --output
+                    ended.json   written last: command, error, seconds; without it, not finished
 
 Runs take turns on `jobs` processes of one thread each, which two cores finish sooner than one
 process of two threads. A run that is there already is read, not repeated: experiments share runs
 (the sweep of ranks is also a sweep of learning rates), and a gallery that was broken off goes on
-where it was. Delete the directory to start over, as after a change of the code.
+where it was. Delete the directory to start over, as after a change of the code; EXPERIMENT_RUNS in
+the environment names another one.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,23 +24,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = ROOT / "runs" / "experiments"
+RUNS = Path(os.environ.get("EXPERIMENT_RUNS", ROOT / "runs" / "experiments")).absolute()
+# How train.py and sft.py end when a number blows up; any other error is a fault.
+NON_FINITE = re.compile(r"not finite|NaN|infinity")
 
 
 @dataclass
 class Run:
     """What a run left: `rows` of metrics.jsonl; `summary`, {} if it stopped with an error, whose
-    last line is `error` then (a learning rate may be too high to survive)."""
+    last line is `error` then (a learning rate may be too high to survive); seconds of wall and of
+    processor time, from start to exit."""
 
     output: Path
     rows: list[dict]
     summary: dict
     error: str = ""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def held_out(self) -> float:
         """Mean greedy reward on the held-out questions at the end; a run that stopped earns 0."""
-        return self.summary.get("eval_after", 0.0)
+        return self.summary["eval_after"] if self.summary else 0.0
 
 
 def directory_of(arguments: tuple[str, ...]) -> Path:
@@ -43,62 +53,81 @@ def directory_of(arguments: tuple[str, ...]) -> Path:
     return RUNS / f"{Path(arguments[0]).stem}-{digest[:12]}"
 
 
-def read_run(output: Path) -> Run:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    summary, error = output / "summary.json", output / "error"
-    if summary.is_file():
-        return Run(output, rows, json.loads(summary.read_text()))
-    return Run(output, rows, {}, error.read_text())
+def finished(directory: Path) -> bool:
+    # Not summary.json: a run that was interrupted or failed writes one too.
+    return (directory / "ended.json").is_file()
 
 
-def finished(output: Path) -> bool:
-    return (output / "summary.json").is_file() or (output / "error").is_file()
+def read_run(directory: Path) -> Run:
+    output, ended = directory / "run", json.loads((directory / "ended.json").read_text())
+    metrics, summary = output / "metrics.jsonl", {}
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    if not ended["error"]:
+        summary = json.loads((output / "summary.json").read_text())
+    times = ended["seconds"], ended["cpu_seconds"]
+    return Run(output, [json.loads(line) for line in lines], summary, ended["error"], *times)
 
 
-def start(arguments: tuple[str, ...], output: Path) -> subprocess.Popen:
-    shutil.rmtree(output, ignore_errors=True)  # what a broken attempt left
-    output.mkdir(parents=True)
-    command = [sys.executable, str(ROOT / arguments[0]), *arguments[1:], "--output", str(output)]
-    with open(output / "run.log", "w") as log:
+def start(arguments: tuple[str, ...], directory: Path) -> subprocess.Popen:
+    shutil.rmtree(directory, ignore_errors=True)  # what a broken attempt left
+    directory.mkdir(parents=True)
+    output = str(directory / "run")
+    command = [sys.executable, str(ROOT / arguments[0]), *arguments[1:], "--output", output]
+    with open(directory / "run.log", "w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
-def finish(process: subprocess.Popen, output: Path) -> None:
-    """Of a run that stopped by itself: a non-finite gradient is a result, anything else a fault."""
-    if process.returncode == 0:
-        return
-    last = (output / "run.log").read_text().strip().splitlines()[-1]
-    if "finite" not in last:
-        raise RuntimeError(f"{output / 'run.log'}: {last}")
-    (output / "error").write_text(last)
+def poll(process: subprocess.Popen) -> float | None:
+    """Seconds of processor time of a process that has ended, its children's included; else None."""
+    number, status, usage = os.wait4(process.pid, os.WNOHANG)
+    if not number:
+        return None
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime
+
+
+def finish(process: subprocess.Popen, directory: Path, **facts) -> None:
+    """Of a run that ended by itself: a non-finite number is a result, any other error a fault."""
+    log, error = directory / "run.log", ""
+    if process.returncode:
+        error = (log.read_text().strip().splitlines() or ["it printed nothing"])[-1]
+        if not NON_FINITE.search(error):
+            raise RuntimeError(f"{log}: ended with {process.returncode}: {error}")
+    beside = directory / ".ended.json"
+    beside.write_text(json.dumps(facts | {"error": error}, indent=1) + "\n")
+    beside.rename(directory / "ended.json")
 
 
 def run_all(commands: list[tuple[str, ...]], jobs: int = 2) -> list[Run]:
     """`commands` are (program, flag, value, ...); returns their runs in this order. Raises
-    RuntimeError with the log's name if one fails for another reason than a non-finite value."""
-    outputs = [directory_of(command) for command in commands]
+    RuntimeError with the log's name if one fails for another reason than a non-finite value, and
+    ends those under way."""
+    commands = [tuple(map(str, command)) for command in commands]
     waiting = [
-        (command, output)
-        for command, output in dict(zip(commands, outputs, strict=True)).items()
-        if not finished(output)
+        command for command in dict.fromkeys(commands) if not finished(directory_of(command))
     ]
-    total, under_way, begun = len(waiting), {}, time.monotonic()
-    done = 0
+    total, done, begun = len(waiting), 0, time.monotonic()
+    under_way: dict[tuple[str, ...], tuple[subprocess.Popen, float]] = {}
     try:
         while waiting or under_way:
             while waiting and len(under_way) < jobs:
-                command, output = waiting.pop(0)
-                under_way[start(command, output)] = command, output
+                command = waiting.pop(0)
+                under_way[command] = start(command, directory_of(command)), time.monotonic()
             time.sleep(0.1)
-            for process in [process for process in under_way if process.poll() is not None]:
-                command, output = under_way.pop(process)
-                finish(process, output)
+            for command, (process, started) in list(under_way.items()):
+                cpu_seconds = poll(process)
+                if cpu_seconds is None:
+                    continue
+                del under_way[command]
+                seconds = time.monotonic() - started
+                facts = {"command": command, "seconds": seconds, "cpu_seconds": cpu_seconds}
+                finish(process, directory_of(command), **facts)
                 done += 1
                 left = (time.monotonic() - begun) / done * (total - done)
                 print(f"{done}/{total}  {' '.join(command)}  ETA {left / 60:.0f} min", flush=True)
     finally:
-        for process in under_way:
+        for process, _ in under_way.values():
             process.terminate()
             process.wait()
-    return [read_run(output) for output in outputs]
+    return [read_run(directory_of(command)) for command in commands]

@@ -1,30 +1,65 @@
-"""Runs that share a server: experiments/fleet.py, smaller."""
+"""Runs that share a server: that experiments/fleet.py would notice if one disturbed the other.
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+The fleet itself, smaller, is run by tests/test_experiments.py.
+"""
+
+import copy
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "fleet.py"
+from experiments import fleet, page
 
 
-@pytest.mark.slow
-def test_the_death_of_one_run_does_not_disturb_the_other(tmp_path):
-    command = [sys.executable, SCRIPT, "--steps", "4", "--runs", tmp_path / "runs"]
-    subprocess.run([*command, "--results", tmp_path], check=True, timeout=900)
-    result = json.loads((tmp_path / "fleet.json").read_text())
-    rewards = result["rewards"]
-    assert len(rewards["a"]) == len(rewards["alone"]) == 4 and 2 <= len(rewards["b"]) < 4
-    # A draw may lie within rounding of a boundary, and then later steps are others.
-    assert result["equal_steps"] >= 1
-    before, after = zip(*result["held_out"].values(), strict=True)
-    assert before[0] == before[1] and abs(after[0] - after[1]) < 0.1
-    assert max(result["mismatch_max"].values()) < 1e-3  # each sampled with its own adapter
-    assert result["server_alive_at_the_end"]
-    names = result["when_b_died"]["served"]
-    assert len(names) >= 2 and len({name.rsplit("-", 2)[0] for name in names}) == 2
-    (left,) = result["left_on_the_server"]  # b's last: nobody lived to unload it
-    assert left in names
-    assert (tmp_path / "fleet.png").stat().st_size > 1000
+def test_the_committed_fleet_meets_its_criterion():
+    assert fleet.verdict(page.committed("fleet"))[0] == "agrees"
+
+
+def other_rewards(result: dict) -> None:
+    result["equal_steps"] = 0
+
+
+def base_sampled(result: dict) -> None:
+    result["mismatch_max"]["a"] = 0.5
+
+
+def server_died(result: dict) -> None:
+    result["server_alive_at_the_end"] = False
+
+
+def b_survived(result: dict) -> None:
+    result["rewards"]["b"] = result["rewards"]["a"]
+
+
+def a_died_too(result: dict) -> None:
+    result["rewards"]["a"].pop()
+
+
+def a_was_unloaded_as_b(result: dict) -> None:
+    result["left_on_the_server"] = list(result["when_b_died"]["served"])
+
+
+def one_name_for_both(result: dict) -> None:
+    result["when_b_died"]["served"] = result["left_on_the_server"]
+
+
+def another_end(result: dict) -> None:
+    result["held_out"]["a"][1] -= 0.2
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        other_rewards,
+        base_sampled,
+        server_died,
+        b_survived,
+        a_died_too,
+        a_was_unloaded_as_b,
+        one_name_for_both,
+        another_end,
+    ],
+)
+def test_a_disturbed_fleet_disagrees(harm):
+    result = copy.deepcopy(page.committed("fleet"))
+    harm(result)
+    assert fleet.verdict(result)[0] == "disagrees"
