@@ -24,6 +24,7 @@ from assets import wiki
 from experiments import rank
 from experiments.runs import ROOT, RUNS, Run, run_all
 from experiments.sweep import (
+    FURTHER,
     SEEDS,
     Claims,
     claims_table,
@@ -37,17 +38,16 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 20
+MINUTES = 12
 WORDS = 16
 CHOICES = sorted({head for heads, _ in wiki.NAMES.values() for head in heads})  # a token each
 BITS = WORDS * math.log2(len(CHOICES))  # of a fact
 TOKENS = WORDS + 1  # that carry loss: the words and the end of the turn
 
-RANKS = (1, 2, 4, 8)
-FACTS, EPOCHS, BATCH, RATE = 256, 60, 32, 3e-3
-BATCHES = (8, 32, 128)  # facts a step
-BATCH_FACTS, BATCH_EPOCHS = 128, 16
-BATCH_RATES = {"rank 8": (1e-3, 3e-3), "full": (3e-4, 1e-3)}
+FACTS, BATCH = 128, 32
+RANKS, RATE, EPOCHS = (1, 2, 4), 3e-3, 60  # to fill them up
+BATCHES, BATCH_EPOCHS = (BATCH, 128), 16  # facts a step
+BATCH_RATES = {"rank 8": (3e-3, 1e-2), "full": (1e-3, 3e-3)}
 GROWTH = 1.5  # in bits, by twice the rank
 choose = lowest("loss")
 
@@ -95,6 +95,7 @@ def outcome(run: Run) -> dict:
 def measure(quick: bool, jobs: int) -> dict:
     seeds, ranks = (SEEDS[:1], RANKS[:2]) if quick else (SEEDS, RANKS)
     facts, epochs = (32, 8) if quick else (FACTS, EPOCHS)
+    further = 0 if quick else FURTHER
     cells = list(product(ranks, seeds))
     commands = [memorise(("--rank", str(r)), RATE, seed, facts, epochs, BATCH) for r, seed in cells]
     filled = [
@@ -102,19 +103,18 @@ def measure(quick: bool, jobs: int) -> dict:
         for (r, seed), run in zip(cells, run_all(commands, jobs), strict=True)
     ]
 
-    batches = (BATCHES[0], BATCHES[-1]) if quick else BATCHES
     batch_epochs = 2 if quick else BATCH_EPOCHS
     trained = {"rank 8": ("--rank", "8"), "full": ("--full",)}
     start = {
         f"{method}, batch {batch}": BATCH_RATES[method][: 1 if quick else None]
-        for batch, method in product(batches, trained)
+        for batch, method in product(BATCHES, trained)
     }
 
     def command(name: str, rate: float, seed: int) -> tuple[str, ...]:
         method, _, batch = name.partition(", batch ")
-        return memorise(trained[method], rate, seed, BATCH_FACTS, batch_epochs, int(batch))
+        return memorise(trained[method], rate, seed, FACTS, batch_epochs, int(batch))
 
-    by_batch = sweep(start, command, outcome, choose, seeds, jobs)
+    by_batch = sweep(start, command, outcome, choose, seeds, jobs, further)
 
     steps, groups, group_size = rank.length(quick)
     rl = run_all([rank.train("rank 1", rank.RATES["rank 1"][0], s, quick) for s in seeds], jobs)
@@ -122,7 +122,6 @@ def measure(quick: bool, jobs: int) -> dict:
     return {
         "facts": facts,
         "filled": filled,
-        "batch_facts": BATCH_FACTS,
         "by_batch": by_batch,
         "rl_episodes": steps * groups * group_size,
         "rl_bits": [round(bits, 1) for bits in carried],

@@ -2,8 +2,7 @@
 
     python -m experiments learning_rate
 
-The RL runs are those of rank.py; the supervised ones learn the demonstrations of the miniature
-wiki. A best rate is the vertex of a parabola over log rate, through the best of the rates tried
+The RL runs are those of rank.py, the supervised ones learn random facts (capacity.py). A best rate is the vertex of a parabola over log rate, through the best of the rates tried
 and its neighbours. Why the rank does not matter with scaling alpha / r, and how much it would
 without, shows in the first steps: all r components of an update start in the same direction.
 """
@@ -14,9 +13,10 @@ from statistics import fmean
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import rank
-from experiments.runs import Run, run_all
+from experiments import capacity, rank
+from experiments.runs import Run
 from experiments.sweep import (
+    FURTHER,
     SEEDS,
     Claims,
     claims_table,
@@ -27,63 +27,55 @@ from experiments.sweep import (
     methods,
     of,
     rates,
+    rows_of,
     sweep,
     together,
     values,
 )
 
-MINUTES = 12  # beside rank.py's, which are shared
+MINUTES = 8  # beside rank.py's, which are shared
 ABOUT_TEN = (0.5, 1.5)  # log10: a factor between 3.2 and 32
 WITHIN_TWO = (-1.0, 1.0)  # log2
-EARLY = slice(1, 8)  # steps, after the first, at which nothing has been learned yet
-EARLY_RATE, ALIKE = 1e-3, 0.1  # share of what was learned by which ranks may differ early on
-RATES = {
-    "rank 1": (1e-3, 3e-3, 1e-2),
-    "rank 8": (1e-3, 3e-3, 1e-2),
-    "rank 32": (1e-3, 3e-3, 1e-2),
-    "full": (3e-4, 1e-3, 3e-3),
-}
-UNSCALED = {"rank 1": 4.0, "rank 32": 128.0}  # alpha, so that alpha / r is 4 as at rank 8
+EARLY = slice(1, 12)  # steps, after the first, at which nothing has been learned yet
+EARLY_RATE, ALIKE = 3e-3, 0.1  # share of what was learned by which ranks may differ early on
+RATES = {"rank 8": (3e-3, 1e-2), "rank 32": (3e-3, 1e-2), "full": (1e-3, 3e-3)}
 choose = lowest("loss")
 
 
-def learn(method: str, rate: float, seed: int, quick: bool, alpha: float = 32.0) -> tuple[str, ...]:
-    """The command of a supervised run."""
+def learn(method: str, rate: float, seed: int, quick: bool, *more: str) -> tuple[str, ...]:
+    """The command of a supervised run; capacity.py has the same at its smallest batch."""
     trained = ("--full",) if method == "full" else ("--rank", method.removeprefix("rank "))
-    trained += () if alpha == 32.0 else ("--alpha", f"{alpha:g}")
-    wiki = "assets/tiny-wiki"
-    return (
-        *("sft.py", *trained, "--lr", f"{rate:g}", "--seed", str(seed)),
-        *("--data", f"{wiki}/demonstrations.jsonl"),
-        *("--eval-data", f"{wiki}/eval_demonstrations.jsonl", "--eval-every", "0"),
-        *(("--steps", "3", "--batch-size", "4") if quick else ("--steps", "16")),
-    )
+    epochs = 2 if quick else capacity.BATCH_EPOCHS
+    facts = (capacity.FACTS, epochs, capacity.BATCH)
+    return capacity.memorise((*trained, *more), rate, seed, *facts)
 
 
 def outcome(run: Run) -> dict:
-    """What the result file keeps: the validation loss after training, the loss of every step."""
-    return {
-        "loss": round(run.summary["loss_after"], 6),
-        "losses": [round(row["loss"], 6) for row in run.rows],
-    }
+    """What the result file keeps: the loss on all facts after training, and of the first steps."""
+    losses = [round(row["loss"], 4) for row in run.rows[: EARLY.stop]]
+    return {"loss": round(run.summary["loss_after"], 5), "losses": losses}
 
 
 def measure(quick: bool, jobs: int) -> dict:
     seeds = SEEDS[:1] if quick else SEEDS
-    start = {m: (EARLY_RATE,) for m in ("rank 8", "rank 32", "full")} if quick else RATES
-    rl = rank.sweep_rates(quick, jobs)
-    sft = sweep(start, lambda *cell: learn(*cell, quick), outcome, choose, seeds, jobs)
-    cells = [(method, seed) for method in UNSCALED if method in start for seed in seeds]
-    commands = [learn(m, EARLY_RATE, seed, quick, UNSCALED[m]) for m, seed in cells]
-    unscaled = [
-        {"method": method, "seed": seed, **outcome(run)}
-        for (method, seed), run in zip(cells, run_all(commands, jobs), strict=True)
+    rl = rank.scout(quick, jobs)
+    cells = [
+        (method, rate, seed)
+        for seed in seeds[1:]
+        for method in ("rank 8", "full")
+        for rate in rates(of(rl, method=method))
     ]
+    rl += rows_of(cells, rank.commands(quick), rank.outcome, jobs)
+    start = {m: (EARLY_RATE,) for m in ("rank 8", "rank 32", "full")} if quick else RATES
+    further = 0 if quick else FURTHER
+    sft = sweep(start, lambda *cell: learn(*cell, quick), outcome, choose, seeds, jobs, further)
+    unscaled = [("rank 32", EARLY_RATE, seed) for seed in seeds]
+    constant = rows_of(unscaled, lambda *cell: learn(*cell, quick, "--alpha", "128"), outcome, jobs)
     keep = ("method", "rate", "seed", "held_out")
     return {
         "rl": [{key: row[key] for key in keep} for row in rl],
         "sft": sft,
-        "unscaled": unscaled,
+        "constant": constant,
     }
 
 
@@ -132,7 +124,7 @@ def early(result: dict) -> tuple[list[float], list[float]]:
     scaled, like = (
         of(result["sft"], method=method, rate=EARLY_RATE) for method in ("rank 32", "rank 8")
     )
-    return apart(scaled, like), apart(of(result["unscaled"], method="rank 32"), like)
+    return apart(scaled, like), apart(of(result["constant"], method="rank 32"), like)
 
 
 def adapter_of(rows: list[dict]) -> str:
@@ -193,15 +185,17 @@ def table(result: dict) -> str:
         + "\n".join(lines)
         + (
             "\n\nOptima: geometric mean over seeds and its 95% interval (Student's t). "
-            f"Steps 2 to 8 at rate {EARLY_RATE:g}: rank 32 is {fmean(scaled):.1%} of what was "
-            f"learned away from rank 8; with a constant alpha / r of 4, {fmean(constant):.0%}."
+            f"Steps 2 to 12 at rate {EARLY_RATE:g}: rank 32 is {fmean(scaled):.1%} of what was "
+            f"learned away from rank 8; with alpha / r kept at 4, {fmean(constant):.0%}."
         )
     )
 
 
 def scientific(logs: list[float]) -> str:
     mean, half = interval(logs)
-    low, high = (10 ** min(max(edge, -9), 9) for edge in (mean - half, mean + half))
+    if math.isinf(half):
+        return f"{10**mean:.1e}"
+    low, high = (10**edge for edge in (mean - half, mean + half))
     return f"{10**mean:.1e} ({low:.1e} to {high:.1e})"
 
 
@@ -218,7 +212,7 @@ def draw(result: dict) -> Figure:
             axis.plot(*zip(*points, strict=True), ".", ms=4, color=rank.COLOURS[method], alpha=0.5)
         axis.set(xscale="log", xlabel="learning rate")
     rl.set(ylim=(0, 1.02), ylabel="held-out reward", title="RL: mean of seeds, and each seed")
-    sft.set(yscale="log", ylabel="validation loss, nats a token", title="SFT, the same")
+    sft.set(yscale="log", ylabel="loss on the facts, nats a token", title="SFT, the same")
     rl.legend(fontsize=8, loc="lower left")
     curves = [
         (f"{method}, alpha / r", rank.COLOURS[method], "-", of(result["sft"], method=method))
@@ -226,8 +220,8 @@ def draw(result: dict) -> Figure:
         if method != "full"
     ]
     curves += [
-        (f"{method}, constant", rank.COLOURS[method], "--", of(result["unscaled"], method=method))
-        for method in methods(result["unscaled"])
+        (f"{method}, constant", rank.COLOURS[method], "--", of(result["constant"], method=method))
+        for method in methods(result["constant"])
     ]
     for label, colour, style, rows in curves:
         rows = [row for row in rows if row.get("rate", EARLY_RATE) == EARLY_RATE]
@@ -235,7 +229,7 @@ def draw(result: dict) -> Figure:
         shown = range(1, len(means) + 1)
         steps.plot(shown, means, style, color=colour, lw=2, label=label)
     steps.set(xlabel="step", ylabel="training loss, nats a token")
-    steps.set(yscale="log", title=f"SFT at rate {EARLY_RATE:g}, by scaling")
+    steps.set(title=f"SFT at rate {EARLY_RATE:g}, by scaling")
     steps.legend(fontsize=8)
     for axis in (rl, sft, steps):
         axis.grid(alpha=0.3)

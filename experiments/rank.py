@@ -7,19 +7,31 @@ the default job but shorter. Beside the rewards the argument why rank 1 may suff
 no more than its rewards tell, and a parameter can hold about two bits.
 """
 
+from collections.abc import Callable
 from itertools import product
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from experiments.runs import Run, run_all
-from experiments.sweep import SEEDS, highest, interval, judge, methods, of, sweep, told, values
+from experiments.runs import Run
+from experiments.sweep import (
+    FURTHER,
+    SEEDS,
+    highest,
+    interval,
+    judge,
+    methods,
+    of,
+    rows_of,
+    sweep,
+    told,
+    values,
+)
 
-MINUTES = 30
+MINUTES = 15
 MARGIN = 0.05  # of held-out reward, that rank 1 may lack
 LEARNED = 0.3  # that both must gain, or there is nothing to compare
 HELD = 2.0  # bits a parameter
-MORE_SEEDS = (3, 4)  # of the two that are compared, at the rates that the others chose
 RATES = {
     "rank 1": (1e-3, 3e-3),
     "rank 2": (1e-3, 3e-3),
@@ -38,8 +50,8 @@ choose = highest("held_out")
 
 
 def length(quick: bool) -> tuple[int, int, int]:
-    """Steps, groups a step, episodes a group: a third of the default job's episodes."""
-    return (3, 4, 4) if quick else (16, 8, 8)
+    """Steps, groups a step, episodes a group: a fifth of the default job's episodes."""
+    return (3, 4, 4) if quick else (10, 8, 8)
 
 
 def train(method: str, rate: float, seed: int, quick: bool) -> tuple[str, ...]:
@@ -53,7 +65,7 @@ def train_flags(trained: tuple[str, ...], rate: float, seed: int, quick: bool) -
     return (
         *("train.py", *trained, "--lr", f"{rate:g}", "--seed", str(seed), "--steps", steps),
         *("--groups", groups, "--group-size", group_size),
-        *("--eval-size", "24" if quick else "264"),
+        *("--eval-size", "24" if quick else "132"),
     )
 
 
@@ -69,33 +81,30 @@ def outcome(run: Run) -> dict:
     }
 
 
-def sweep_rates(quick: bool, jobs: int) -> list[dict]:
-    """The runs of every method at every rate; learning_rate.py reads the same."""
+def scout(quick: bool, jobs: int) -> list[dict]:
+    """The runs of the first seed, at every rate, by which the rates are chosen."""
     start = {method: RATES[method] for method in ("rank 1", "full")} if quick else RATES
-    seeds = SEEDS[:1] if quick else SEEDS
-    return sweep(start, lambda *cell: train(*cell, quick), outcome, choose, seeds, jobs)
+    further = 0 if quick else FURTHER
+    return sweep(start, commands(quick), outcome, choose, SEEDS[:1], jobs, further)
+
+
+def commands(quick: bool) -> Callable[[str, float, int], tuple[str, ...]]:
+    return lambda method, rate, seed: train(method, rate, seed, quick)
 
 
 def measure(quick: bool, jobs: int) -> dict:
-    rows = sweep_rates(quick, jobs)
-    chosen = [(method, best_rate(rows, method)) for method in ("rank 1", "full")]
-    cells = [(*pair, seed) for pair, seed in product(chosen, () if quick else MORE_SEEDS)]
-    runs = run_all([train(*cell, quick) for cell in cells], jobs)
-    rows += [
-        {"method": method, "rate": rate, "seed": seed, **outcome(run)}
-        for (method, rate, seed), run in zip(cells, runs, strict=True)
-    ]
+    rows = scout(quick, jobs)
+    chosen = {method: choose(of(rows, method=method)) for method in methods(rows)}
+    cells = [(*pair, seed) for seed, pair in product(() if quick else SEEDS[1:], chosen.items())]
+    rows += rows_of(cells, commands(quick), outcome, jobs)
     _, groups, group_size = length(quick)
     return {"episodes_a_step": groups * group_size, "runs": rows}
 
 
-def best_rate(rows: list[dict], method: str) -> float:
-    """By the seeds that every rate has."""
-    return choose([row for row in of(rows, method=method) if row["seed"] in SEEDS])
-
-
 def at_best(rows: list[dict], method: str) -> list[dict]:
-    return of(rows, method=method, rate=best_rate(rows, method))
+    """All seeds, at the rate that was best for the first one."""
+    mine = of(rows, method=method)
+    return of(mine, rate=choose(of(mine, seed=SEEDS[0])))
 
 
 def bits(row: dict, episodes_a_step: int) -> float:

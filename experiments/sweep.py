@@ -28,26 +28,32 @@ def sweep(
     better: Callable[[list[dict]], float],
     seeds: tuple[int, ...],
     jobs: int,
+    further: int = FURTHER,
 ) -> list[dict]:
-    """Rows {"method", "rate", "seed", **row(run)} of each method at its rates of `start`, and at
-    one more of GRID for as long as the best rate is the lowest or the highest that was tried.
+    """Rows {"method", "rate", "seed", **row(run)} of each method at its rates of `start`, and,
+    `further` times at most, at one more of GRID while the best is the lowest or highest tried.
 
     command: (method, rate, seed) -> a run's arguments. better: the rate of the best rows.
     """
     tried = dict(start)
-    for attempt in range(FURTHER + 1):
+    for attempt in range(further + 1):
         cells = [(m, rate, seed) for seed in seeds for m, rates in tried.items() for rate in rates]
-        runs = run_all([command(*cell) for cell in cells], jobs)
-        rows = [
-            {"method": method, "rate": rate, "seed": seed, **row(run)}
-            for (method, rate, seed), run in zip(cells, runs, strict=True)
-        ]
-        for method in tried if attempt < FURTHER and len(seeds) > 1 else ():
+        rows = rows_of(cells, command, row, jobs)
+        for method in tried if attempt < further else ():
             place = GRID.index(better(of(rows, method=method)))
             tried[method] = tuple(sorted({*tried[method], *GRID[max(0, place - 1) : place + 2]}))
         if sum(map(len, tried.values())) * len(seeds) == len(cells):
             break
     return rows
+
+
+def rows_of(cells: list[tuple[str, float, int]], command, row, jobs: int) -> list[dict]:
+    """The rows of these (method, rate, seed)."""
+    runs = run_all([command(*cell) for cell in cells], jobs)
+    return [
+        {"method": method, "rate": rate, "seed": seed, **row(run)}
+        for (method, rate, seed), run in zip(cells, runs, strict=True)
+    ]
 
 
 def of(rows: list[dict], **wanted) -> list[dict]:
