@@ -92,18 +92,20 @@ def outcome(run: Run) -> dict:
     }
 
 
-def measure(quick: bool, jobs: int) -> dict:
-    seeds, ranks = (SEEDS[:1], RANKS[:2]) if quick else (SEEDS, RANKS)
-    facts, epochs = (32, 8) if quick else (FACTS, EPOCHS)
-    further = 0 if quick else FURTHER
-    cells = list(product(ranks, seeds))
-    commands = [memorise(("--rank", str(r)), RATE, seed, facts, epochs, BATCH) for r, seed in cells]
-    filled = [
+def fill(quick: bool, jobs: int) -> list[dict]:
+    """Adapters of every rank, trained for long on the same facts."""
+    ranks, seeds = (RANKS[:2], SEEDS[:1]) if quick else (RANKS, SEEDS)
+    cells = [(r, seed) for seed in seeds for r in ranks]
+    epochs = 4 if quick else EPOCHS
+    commands = [memorise(("--rank", str(r)), RATE, seed, FACTS, epochs, BATCH) for r, seed in cells]
+    return [
         {"rank": r, "seed": seed, **outcome(run)}
         for (r, seed), run in zip(cells, run_all(commands, jobs), strict=True)
     ]
 
-    batch_epochs = 2 if quick else BATCH_EPOCHS
+
+def by_batch(quick: bool, jobs: int) -> list[dict]:
+    """Rank 8 and full fine-tuning at every rate, on batches of several sizes."""
     trained = {"rank 8": ("--rank", "8"), "full": ("--full",)}
     start = {
         f"{method}, batch {batch}": BATCH_RATES[method][: 1 if quick else None]
@@ -112,19 +114,28 @@ def measure(quick: bool, jobs: int) -> dict:
 
     def command(name: str, rate: float, seed: int) -> tuple[str, ...]:
         method, _, batch = name.partition(", batch ")
-        return memorise(trained[method], rate, seed, FACTS, batch_epochs, int(batch))
+        epochs = 2 if quick else BATCH_EPOCHS
+        return memorise(trained[method], rate, seed, FACTS, epochs, int(batch))
 
-    by_batch = sweep(start, command, outcome, choose, seeds, jobs, further)
+    seeds, further = (SEEDS[:1], 0) if quick else (SEEDS, FURTHER)
+    return sweep(start, command, outcome, choose, seeds, jobs, further)
 
-    steps, groups, group_size = rank.length(quick)
-    rl = run_all([rank.train("rank 1", rank.RATES["rank 1"][0], s, quick) for s in seeds], jobs)
-    carried = [rank.bits(rank.outcome(run), groups * group_size) for run in rl]
+
+def rewarded(quick: bool, jobs: int) -> list[float]:
+    """Bits that the rewards of RL runs at rank 1 carried, those of rank.py."""
+    _, groups, group_size = rank.length(quick)
+    rows = of(rank.measure(quick, jobs)["runs"], method="rank 1")
+    return [round(rank.bits(row, groups * group_size), 1) for row in rank.at_best(rows, "rank 1")]
+
+
+def measure(quick: bool, jobs: int) -> dict:
+    filled, batches = fill(quick, jobs), by_batch(quick, jobs)
     return {
-        "facts": facts,
+        "facts": FACTS,
         "filled": filled,
-        "by_batch": by_batch,
-        "rl_episodes": steps * groups * group_size,
-        "rl_bits": [round(bits, 1) for bits in carried],
+        "by_batch": batches,
+        "rl_episodes": math.prod(rank.length(quick)),
+        "rl_bits": rewarded(quick, jobs),
     }
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from assets.make_tiny_moe import upcycle
 from experiments import capacity, rank
-from experiments.runs import ROOT, run_all
+from experiments.runs import ROOT, Run, run_all
 from experiments.sweep import (
     SEEDS,
     Claims,
@@ -49,30 +49,40 @@ EPOCHS = {"dense": capacity.EPOCHS, "mixture": 40}
 
 
 def measure(quick: bool, jobs: int) -> dict:
-    if not (ROOT / MOE).is_dir():
-        upcycle(ROOT / "assets" / "tiny-qwen3", ROOT / MOE, 4, 2, seed=0)
-    seeds = SEEDS[:1] if quick else SEEDS
-    facts = 32 if quick else capacity.FACTS
-    epochs = {model: 4 for model in EPOCHS} if quick else EPOCHS
-    cells = list(product(PLACES, seeds))
-    rl = [rank.train_flags(PLACES[place], RATE, seed, quick) for place, seed in cells]
-    learned = [
-        capacity.memorise(PLACES[place], RATE, seed, facts, epochs[place[0]], capacity.BATCH)
+    cells = list(product(PLACES, SEEDS[:1] if quick else SEEDS))
+    rows = [{"model": model, "where": where, "seed": seed} for (model, where), seed in cells]
+    for row, learned in zip(rows, learn_facts(cells, quick, jobs), strict=True):
+        row |= capacity.outcome(learned)
+    for row, trained in zip(rows, reinforce(cells, quick, jobs), strict=True):
+        row |= {key: rank.outcome(trained)[key] for key in ("held_out", "before", "reward")}
+    return {"facts": capacity.FACTS, "runs": rows}
+
+
+def learn_facts(cells: list, quick: bool, jobs: int) -> list[Run]:
+    make_mixture()
+    commands = [
+        capacity.memorise(
+            *(PLACES[place], RATE, seed),
+            *(capacity.FACTS, 2 if quick else EPOCHS[place[0]], capacity.BATCH),
+        )
         for place, seed in cells
     ]
-    runs = run_all([*rl, *learned], jobs)
-    rows = []
-    for (place, seed), by_rl, by_facts in zip(
-        cells, runs[: len(cells)], runs[len(cells) :], strict=True
-    ):
-        row = {"model": place[0], "where": place[1], "seed": seed}
-        row |= {key: rank.outcome(by_rl)[key] for key in ("held_out", "before", "reward")}
-        rows.append(row | capacity.outcome(by_facts) | {"facts": facts})
-    return {"runs": rows}
+    return run_all(commands, jobs)
+
+
+def reinforce(cells: list, quick: bool, jobs: int) -> list[Run]:
+    make_mixture()
+    commands = [rank.train_flags(PLACES[place], RATE, seed, quick) for place, seed in cells]
+    return run_all(commands, jobs)
+
+
+def make_mixture() -> None:
+    if not (ROOT / MOE).is_dir():
+        upcycle(ROOT / "assets" / "tiny-qwen3", ROOT / MOE, 4, 2, seed=0)
 
 
 def bits(rows: list[dict]) -> list[float]:
-    return [capacity.stored(row["loss"], row["facts"]) for row in rows]
+    return capacity.bits_of(rows, capacity.FACTS)
 
 
 def claims(result: dict) -> Claims:
@@ -106,7 +116,7 @@ def table(result: dict) -> str:
     for model, where in dict.fromkeys((row["model"], row["where"]) for row in result["runs"]):
         rows = of(result["runs"], model=model, where=where)
         kept, parameters = bits(rows), rows[0]["parameters"]
-        total = rows[0]["facts"] * capacity.BITS / 1000
+        total = result["facts"] * capacity.BITS / 1000
         lines.append(
             f"| {model} | {where} | {parameters:,} | {told([b / 1000 for b in kept], '.2f')} of "
             f"{total:.1f} kbit | {told([b / parameters for b in kept])} | "
@@ -128,9 +138,8 @@ def draw(result: dict) -> Figure:
         for place, where in enumerate(dict.fromkeys(values(rows, "where"))):
             mine, colour = of(rows, where=where), COLOURS[where]
             label = f"{where}, {mine[0]['parameters']:,}"
-            facts = mine[0]["facts"]
             losses = [fmean(at_epoch) for at_epoch in zip(*values(mine, "epochs"), strict=True)]
-            kept = [capacity.stored(loss, facts) / 1000 for loss in losses]
+            kept = [capacity.stored(loss, result["facts"]) / 1000 for loss in losses]
             stored.plot(range(1, len(kept) + 1), kept, color=colour, lw=2, label=label)
             curves = [rank.smooth(curve) for curve in values(mine, "reward")]
             means = [fmean(at_step) for at_step in zip(*curves, strict=True)]
@@ -140,7 +149,7 @@ def draw(result: dict) -> Figure:
         names = list(dict.fromkeys(values(rows, "where")))
         ends.set(xticks=range(len(names)), xticklabels=names, ylim=(0, 1.05), xlim=(-0.5, 2.5))
         ends.axhline(rows[0]["before"], color="gray", ls="--", lw=1)
-        stored.axhline(facts * capacity.BITS / 1000, color="gray", ls="--", lw=1)
+        stored.axhline(result["facts"] * capacity.BITS / 1000, color="gray", ls="--", lw=1)
         stored.set(ylabel=f"{model}\nkbit stored", ylim=(0, None))
         rewards.set(ylim=(0, 1.05))
         stored.legend(fontsize=8, title="adapted, parameters", title_fontsize=8)

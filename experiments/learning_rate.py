@@ -2,9 +2,10 @@
 
     python -m experiments learning_rate
 
-The RL runs are those of rank.py, the supervised ones learn random facts (capacity.py). A best rate is the vertex of a parabola over log rate, through the best of the rates tried
-and its neighbours. Why the rank does not matter with scaling alpha / r, and how much it would
-without, shows in the first steps: all r components of an update start in the same direction.
+The RL runs are those of rank.py, the supervised ones learn random facts (capacity.py). A best rate
+is the vertex of a parabola over log rate, through the best of the rates tried and its neighbours.
+Why the rank does not matter with scaling alpha / r, and how much it would without, shows in the
+first steps: all r components of an update start in the same direction.
 """
 
 import math
@@ -56,27 +57,34 @@ def outcome(run: Run) -> dict:
     return {"loss": round(run.summary["loss_after"], 5), "losses": losses}
 
 
-def measure(quick: bool, jobs: int) -> dict:
-    seeds = SEEDS[:1] if quick else SEEDS
+def reinforced(quick: bool, jobs: int) -> list[dict]:
+    """The runs of rank.py, and more seeds of rank 8 and of full fine-tuning at every rate."""
     rl = rank.scout(quick, jobs)
     cells = [
         (method, rate, seed)
-        for seed in seeds[1:]
+        for seed in () if quick else SEEDS[1:]
         for method in ("rank 8", "full")
         for rate in rates(of(rl, method=method))
     ]
     rl += rows_of(cells, rank.commands(quick), rank.outcome, jobs)
+    keep = ("method", "rate", "seed", "held_out")
+    return [{key: row[key] for key in keep} for row in rl]
+
+
+def supervised(quick: bool, jobs: int) -> tuple[list[dict], list[dict]]:
+    """Runs of every rate, and those of rank 32 with a constant scaling."""
+    seeds = SEEDS[:1] if quick else SEEDS
     start = {m: (EARLY_RATE,) for m in ("rank 8", "rank 32", "full")} if quick else RATES
     further = 0 if quick else FURTHER
     sft = sweep(start, lambda *cell: learn(*cell, quick), outcome, choose, seeds, jobs, further)
-    unscaled = [("rank 32", EARLY_RATE, seed) for seed in seeds]
-    constant = rows_of(unscaled, lambda *cell: learn(*cell, quick, "--alpha", "128"), outcome, jobs)
-    keep = ("method", "rate", "seed", "held_out")
-    return {
-        "rl": [{key: row[key] for key in keep} for row in rl],
-        "sft": sft,
-        "constant": constant,
-    }
+    cells = [("rank 32", EARLY_RATE, seed) for seed in seeds]
+    alpha = ("--alpha", "128")
+    return sft, rows_of(cells, lambda *cell: learn(*cell, quick, *alpha), outcome, jobs)
+
+
+def measure(quick: bool, jobs: int) -> dict:
+    sft, constant = supervised(quick, jobs)
+    return {"rl": reinforced(quick, jobs), "sft": sft, "constant": constant}
 
 
 def cost(row: dict) -> float:
