@@ -141,10 +141,10 @@ def table(result: dict) -> str:
             f"| {method} | {parameters:,} | {rows[0]['rate']:g} | {told(values(rows, 'held_out'))} "
             f"| {told(last)} | {told(carried, ',.0f')} | {HELD * parameters:,.0f} | {len(rows)} |"
         )
-    first = result["runs"][0]
-    episodes = result["episodes_a_step"] * len(first["reward"])
+    before = max(values(result["runs"], "before"))  # the same of all but stopped ones
+    episodes = result["episodes_a_step"] * len(result["runs"][0]["reward"])
     return "\n".join(lines) + (
-        f"\n\nIntervals: 95% over seeds (Student's t). Held out: greedy, {first['before']:.3f} "
+        f"\n\nIntervals: 95% over seeds (Student's t). Held out: greedy, {before:.3f} "
         f"before training. A run has {episodes:,} episodes, so at most {episodes:,} bits."
     )
 
@@ -159,7 +159,7 @@ def draw(result: dict) -> Figure:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     curves, ends, information = figure.subplots(1, 3, width_ratios=(1.5, 1, 1.1))
     names = methods(result["runs"])
-    before = result["runs"][0]["before"]
+    before = max(values(result["runs"], "before"))
     for place, method in enumerate(names):
         rows, colour = at_best(result["runs"], method), COLOURS[method]
         seeds = [smooth(row["reward"]) for row in rows]
