@@ -44,11 +44,8 @@ choose = lowest("loss")
 
 
 def learn(method: str, rate: float, seed: int, quick: bool, *more: str) -> tuple[str, ...]:
-    """The command of a supervised run; capacity.py has the same at its smallest batch."""
-    trained = ("--full",) if method == "full" else ("--rank", method.removeprefix("rank "))
-    epochs = 2 if quick else capacity.BATCH_EPOCHS
-    facts = (capacity.FACTS, epochs, capacity.BATCH)
-    return capacity.memorise((*trained, *more), rate, seed, *facts)
+    """The command of a supervised run, one of capacity.py's in small batches."""
+    return capacity.in_batches(method, rate, seed, capacity.BATCHES[0], quick, *more)
 
 
 def outcome(run: Run) -> dict:
