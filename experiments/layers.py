@@ -45,18 +45,13 @@ PLACES = {
 MLP_OF = {"dense": "MLPs", "mixture": "experts"}
 COLOURS = {"attention": "#d95f0e", "MLPs": "#3182bd", "experts": "#3182bd", "all": "#636363"}
 RATE = 3e-3
-# Facts, epochs, facts a step: the dense base's as in capacity.py, which "all" shares.
-LISTS = {
-    "dense": (capacity.FACTS, capacity.EPOCHS, capacity.BATCH),
-    "mixture": (64, 30, 16),
-}
 
 
 def measure(quick: bool, jobs: int) -> dict:
     cells = list(product(PLACES, SEEDS[:1] if quick else SEEDS))
     rows = [{"model": model, "where": where, "seed": seed} for (model, where), seed in cells]
     for row, learned in zip(rows, learn_facts(cells, quick, jobs), strict=True):
-        row |= capacity.outcome(learned) | {"facts": LISTS[row["model"]][0]}
+        row |= capacity.outcome(learned)
     for row, trained in zip(rows, reinforce(cells, quick, jobs), strict=True):
         row |= {key: rank.outcome(trained)[key] for key in ("held_out", "before", "reward")}
     return {"runs": rows}
@@ -64,11 +59,9 @@ def measure(quick: bool, jobs: int) -> dict:
 
 def learn_facts(cells: list, quick: bool, jobs: int) -> list[Run]:
     make_mixture()
-    commands = []
-    for place, seed in cells:
-        facts, epochs, batch = LISTS[place[0]]
-        lists = (facts, 2 if quick else epochs, batch)
-        commands.append(capacity.memorise(PLACES[place], RATE, seed, *lists))
+    epochs = 2 if quick else capacity.BATCH_EPOCHS
+    lists = (capacity.BATCH_FACTS, epochs, capacity.BATCHES[0])
+    commands = [capacity.memorise(PLACES[place], RATE, seed, *lists) for place, seed in cells]
     return run_all(commands, jobs)
 
 
@@ -84,7 +77,7 @@ def make_mixture() -> None:
 
 
 def bits(rows: list[dict]) -> list[float]:
-    return capacity.bits_of(rows, rows[0]["facts"])
+    return capacity.bits_of(rows, capacity.BATCH_FACTS)
 
 
 def claims(result: dict) -> Claims:
@@ -118,7 +111,7 @@ def table(result: dict) -> str:
     for model, where in dict.fromkeys((row["model"], row["where"]) for row in result["runs"]):
         rows = of(result["runs"], model=model, where=where)
         kept, parameters = bits(rows), rows[0]["parameters"]
-        total = rows[0]["facts"] * capacity.BITS / 1000
+        total = capacity.BATCH_FACTS * capacity.BITS / 1000
         lines.append(
             f"| {model} | {where} | {parameters:,} | {told([b / 1000 for b in kept], '.2f')} of "
             f"{total:.1f} kbit | {told([b / parameters for b in kept])} | "
@@ -141,7 +134,7 @@ def draw(result: dict) -> Figure:
             mine, colour = of(rows, where=where), COLOURS[where]
             label = f"{where}, {mine[0]['parameters']:,}"
             losses = [fmean(at_epoch) for at_epoch in zip(*values(mine, "epochs"), strict=True)]
-            kept = [capacity.stored(loss, rows[0]["facts"]) / 1000 for loss in losses]
+            kept = [capacity.stored(loss, capacity.BATCH_FACTS) / 1000 for loss in losses]
             stored.plot(range(1, len(kept) + 1), kept, color=colour, lw=2, label=label)
             curves = [rank.smooth(curve) for curve in values(mine, "reward")]
             means = [fmean(at_step) for at_step in zip(*curves, strict=True)]
@@ -151,7 +144,7 @@ def draw(result: dict) -> Figure:
         names = list(dict.fromkeys(values(rows, "where")))
         ends.set(xticks=range(len(names)), xticklabels=names, ylim=(0, 1.05), xlim=(-0.5, 2.5))
         ends.axhline(rows[0]["before"], color="gray", ls="--", lw=1)
-        stored.axhline(rows[0]["facts"] * capacity.BITS / 1000, color="gray", ls="--", lw=1)
+        stored.axhline(capacity.BATCH_FACTS * capacity.BITS / 1000, color="gray", ls="--", lw=1)
         stored.set(ylabel=f"{model}\nkbit stored", ylim=(0, None))
         rewards.set(ylim=(0, 1.05))
         stored.legend(fontsize=8, title="adapted, parameters", title_fontsize=8)
