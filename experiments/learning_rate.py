@@ -31,6 +31,7 @@ from experiments.sweep import (
     rows_of,
     sweep,
     together,
+    told_rate,
     values,
 )
 
@@ -180,9 +181,7 @@ def table(result: dict) -> str:
             if not mine:
                 cells += ["", ""]
                 continue
-            tried, rate = rates(mine), best(mine)
-            edge = " (an edge)" if rate in (tried[0], tried[-1]) else ""
-            cells += [f"{rate:g}{edge}", scientific(optima(rows, method))]
+            cells += [told_rate(mine, best(mine)), scientific(optima(rows, method))]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     scaled, constant = early(result)
     return (

@@ -25,6 +25,7 @@ from experiments.sweep import (
     rows_of,
     sweep,
     told,
+    told_rate,
     values,
 )
 
@@ -137,8 +138,9 @@ def table(result: dict) -> str:
         last = [fmean(row["reward"][-len(row["reward"]) // 4 :]) for row in rows]
         carried = [bits(row, result["episodes_a_step"]) for row in rows]
         parameters = max(values(rows, "parameters"))
+        rate = told_rate(of(result["runs"], method=method), rows[0]["rate"])
         lines.append(
-            f"| {method} | {parameters:,} | {rows[0]['rate']:g} | {told(values(rows, 'held_out'))} "
+            f"| {method} | {parameters:,} | {rate} | {told(values(rows, 'held_out'))} "
             f"| {told(last)} | {told(carried, ',.0f')} | {HELD * parameters:,.0f} | {len(rows)} |"
         )
     before = max(values(result["runs"], "before"))  # the same of all but stopped ones

@@ -44,9 +44,10 @@ def test_several_claims_agree_if_all_do_and_disagree_if_one_does():
 # --- best rates -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("peak, most", [(1e-3, 3), (3e-4, 3), (1e-2, 4), (1e-5, 4), (0.1, 4)])
-def test_a_sweep_goes_on_until_its_best_rate_is_no_edge(monkeypatch, peak, most):
-    """Twice at most, for every seed, and each run knows its own arguments."""
+@pytest.mark.parametrize("further", [0, 1, 2])
+@pytest.mark.parametrize("peak, away", [(1e-3, 1), (3e-4, 1), (1e-4, 2), (1e-2, 3), (0.1, 5)])
+def test_a_sweep_goes_on_until_its_best_rate_is_no_edge(monkeypatch, peak, away, further):
+    """From two rates, for every seed, as often as it may; each run knows its own arguments."""
     monkeypatch.setattr(sweep, "run_all", lambda commands, jobs: commands)
     rows = sweep.sweep(
         {"a": (3e-4, 1e-3)},
@@ -54,12 +55,15 @@ def test_a_sweep_goes_on_until_its_best_rate_is_no_edge(monkeypatch, peak, most)
         lambda run: {"score": -abs(math.log(run[1] / peak)), "run": run},
         sweep.highest("score"),
         (0, 1),
-        jobs=1,
+        1,
+        further,
     )
     tried, best = sweep.rates(rows), sweep.highest("score")(rows)
-    assert len(tried) == most and len(rows) == 2 * most
+    assert len(tried) == 2 + min(away, further) and len(rows) == 2 * len(tried)
     assert all(row["run"] == (row["method"], row["rate"], row["seed"]) for row in rows)
-    if peak != 1e-5 and peak != 0.1:  # which are further away than a sweep goes
+    inside = best not in (tried[0], tried[-1])
+    assert ("edge" in sweep.told_rate(rows, best)) == (not inside)
+    if inside:
         assert best == peak
 
 
