@@ -51,7 +51,7 @@ from chat import Tokenizer, load_tokenizer
 from config import Config, check_config, eval_draws, parse_config, vllm_rank
 from distributed import LostRank, Ranks, check_ranks, follow, follows, leading, recruit
 from full import check_finite
-from grpo import group_advantages
+from grpo import group_advantages, reward_bits
 from lora import LoRAConfig
 from model import Qwen3
 from pipeline import Pipeline
@@ -399,6 +399,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
                 **metrics,
                 "turns": sum(episode.turns for episode in episodes) / len(episodes),
                 "tokens_sampled": sampled,
+                "reward_bits": reward_bits(rewards_P_G),
                 "groups_skipped": int(equal_P.sum()),
                 "truncated": sum(e.finish_reason != "answered" for e in episodes) / len(episodes),
                 "staleness_max": staleness,

@@ -39,6 +39,10 @@ GALLERY = re.compile(r"(?<=<!-- gallery -->\n).*(?=<!-- end of gallery -->)", re
 VERDICTS = ("agrees", "disagrees", "undecided")
 # In the order of a reader.
 EXPERIMENTS: tuple[str, ...] = (
+    "rank",
+    "learning_rate",
+    "layers",
+    "capacity",
     "shipped",
     "many_adapters",
     "fleet",

@@ -20,6 +20,7 @@ from grpo import (
     kl_loss,
     mismatch_metrics,
     policy_loss,
+    reward_bits,
 )
 
 V = 4  # vocabulary
@@ -169,6 +170,18 @@ def test_bad_rewards_are_refused():
         group_advantages(torch.zeros(3))
     with pytest.raises(ValueError, match="'batch'"):
         group_advantages(torch.zeros(1, 2), scale="batch")
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5))
+def test_reward_bits_are_the_mean_entropy_of_the_groups(solved_P):
+    """Of groups of eight, with so many solved: 1 bit for one that is half solved, 0 for equal ones,
+    and each group counts alike."""
+    rewards_P_G = torch.tensor([[1.0] * k + [0.0] * (8 - k) for k in solved_P])
+    shares = [share for k in solved_P for share in (k / 8, 1 - k / 8) if share]
+    expected = -sum(share * math.log2(share) for share in shares) / len(solved_P)
+    assert math.isclose(reward_bits(rewards_P_G), expected, abs_tol=1e-6)
+    other_rewards = 3 * rewards_P_G - 1  # what the two rewards are does not matter
+    assert math.isclose(reward_bits(other_rewards), expected, abs_tol=1e-6)
 
 
 # --------------------------------------------------------------------- gradients of the losses

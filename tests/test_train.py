@@ -258,8 +258,8 @@ def test_a_row_of_metrics_has_every_column_and_versions_are_on_policy(straight):
         json.loads(line) for line in (straight.output / "metrics.jsonl").read_text().splitlines()
     ]
     promised = """step version reward eval_reward mismatch_kl mismatch_max reference_kl entropy loss
-        grad_norm turns tokens_sampled tokens_trained groups_skipped truncated staleness_max
-        seconds sample_tokens_per_second train_tokens_per_second"""
+        grad_norm turns tokens_sampled tokens_trained reward_bits groups_skipped truncated
+        staleness_max seconds sample_tokens_per_second train_tokens_per_second"""
     for number, row in enumerate(rows, start=1):
         assert set(promised.split()) <= set(row)
         assert (row["step"], row["version"], row["staleness_max"]) == (number, number - 1, 0)

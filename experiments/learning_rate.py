@@ -1,0 +1,240 @@
+"""Learning rate: how much higher is LoRA's best one than full fine-tuning's, and does rank move it?
+
+    python -m experiments learning_rate
+
+The RL runs are those of rank.py, the supervised ones learn random facts (capacity.py). A best rate
+is the vertex of a parabola over log rate, through the best of the rates tried and its neighbours.
+Why the rank does not matter with scaling alpha / r, and how much it would without, shows in the
+first steps: all r components of an update start in the same direction.
+"""
+
+import math
+from statistics import fmean
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import capacity, rank
+from experiments.runs import Run
+from experiments.sweep import (
+    FURTHER,
+    SEEDS,
+    Claims,
+    claims_table,
+    interval,
+    judge,
+    lowest,
+    mean_at,
+    methods,
+    of,
+    rates,
+    rows_of,
+    sweep,
+    together,
+    told_rate,
+    values,
+)
+
+MINUTES = 8  # beside rank.py's, which are shared
+ABOUT_TEN = (0.5, 1.5)  # log10: a factor between 3.2 and 32
+WITHIN_TWO = (-1.0, 1.0)  # log2
+EARLY = slice(1, 12)  # steps, after the first, at which nothing has been learned yet
+EARLY_RATE, ALIKE = 3e-3, 0.1  # share of what was learned by which ranks may differ early on
+RATES = {"rank 8": (3e-3, 1e-2), "rank 32": (3e-3, 1e-2), "full": (1e-3, 3e-3)}
+choose = lowest("loss")
+
+
+def learn(method: str, rate: float, seed: int, quick: bool, *more: str) -> tuple[str, ...]:
+    """The command of a supervised run, one of capacity.py's in small batches."""
+    return capacity.in_batches(method, rate, seed, capacity.BATCHES[0], quick, *more)
+
+
+def outcome(run: Run) -> dict:
+    """What the result file keeps: the loss on all facts after training, and of the first steps."""
+    losses = [round(row["loss"], 4) for row in run.rows[: EARLY.stop]]
+    return {"loss": round(run.summary["loss_after"], 5), "losses": losses}
+
+
+def reinforced(quick: bool, jobs: int) -> list[dict]:
+    """The runs of rank.py, and more seeds of rank 8 and of full fine-tuning at every rate."""
+    rl = rank.scout(quick, jobs)
+    cells = [
+        (method, rate, seed)
+        for seed in (SEEDS[:0] if quick else SEEDS[1:])
+        for method in ("rank 8", "full")
+        for rate in rates(of(rl, method=method))
+    ]
+    rl += rows_of(cells, rank.commands(quick), rank.outcome, jobs)
+    keep = ("method", "rate", "seed", "held_out")
+    return [{key: row[key] for key in keep} for row in rl]
+
+
+def supervised(quick: bool, jobs: int) -> tuple[list[dict], list[dict]]:
+    """Runs of every rate, and those of rank 32 with a constant scaling."""
+    seeds = SEEDS[:1] if quick else SEEDS
+    start = {m: (EARLY_RATE,) for m in ("rank 8", "rank 32", "full")} if quick else RATES
+    further = 0 if quick else FURTHER
+    sft = sweep(start, lambda *cell: learn(*cell, quick), outcome, choose, seeds, jobs, further)
+    cells = [("rank 32", EARLY_RATE, seed) for seed in seeds]
+    alpha = ("--alpha", "128")
+    return sft, rows_of(cells, lambda *cell: learn(*cell, quick, *alpha), outcome, jobs)
+
+
+def measure(quick: bool, jobs: int) -> dict:
+    sft, constant = supervised(quick, jobs)
+    return {"rl": reinforced(quick, jobs), "sft": sft, "constant": constant}
+
+
+def cost(row: dict) -> float:
+    """What a best rate makes lowest: in RL the reward that is missed, in SFT log loss."""
+    return 1 - row["held_out"] if "held_out" in row else math.log10(row["loss"])
+
+
+def optimum(rows: list[dict]) -> float:
+    """log10 of the best rate for one method: the vertex of the parabola through the lowest mean
+    cost and its neighbours; at an edge of what was tried, the edge."""
+    points = {rate: fmean(map(cost, of(rows, rate=rate))) for rate in rates(rows)}
+    x, y = [math.log10(rate) for rate in points], list(points.values())
+    i = y.index(min(y))
+    if i in (0, len(y) - 1):
+        return x[i]
+    curvature, slope, _ = np.polyfit(x[i - 1 : i + 2], y[i - 1 : i + 2], 2)
+    return -slope / (2 * curvature) if curvature > 1e-9 else x[i]
+
+
+def optima(rows: list[dict], method: str) -> list[float]:
+    """By seed."""
+    mine = of(rows, method=method)
+    return [optimum(of(mine, seed=seed)) for seed in sorted({row["seed"] for row in mine})]
+
+
+def shift(rows: list[dict], method: str, other: str) -> list[float]:
+    """log10 of the factor between the best rates of two methods, by seed."""
+    pairs = zip(optima(rows, method), optima(rows, other), strict=True)
+    return [a - b for a, b in pairs]
+
+
+def apart(rows: list[dict], like: list[dict]) -> list[float]:
+    """By seed: how far the losses of the first steps are from those of `like`, as a share of what
+    these have lost since the first step."""
+    shares = []
+    for row, other in zip(rows, like, strict=True):
+        ours, theirs = row["losses"][EARLY], other["losses"][EARLY]
+        gaps = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        shares.append(gaps / abs(sum(other["losses"][0] - loss for loss in theirs)))
+    return shares
+
+
+def early(result: dict) -> tuple[list[float], list[float]]:
+    """Rank 32 from rank 8 in the first steps: with scaling alpha / r, and with a constant one."""
+    scaled, like = (
+        of(result["sft"], method=method, rate=EARLY_RATE) for method in ("rank 32", "rank 8")
+    )
+    return apart(scaled, like), apart(of(result["constant"], method="rank 32"), like)
+
+
+def adapter_of(rows: list[dict]) -> str:
+    return next(method for method in ("rank 8", "rank 1") if method in methods(rows))
+
+
+def times(logs: list[float], base: float = 10.0) -> str:
+    """Interval of a factor, from its logarithms."""
+    mean, half = interval(logs)
+    low, high = (base ** min(edge, 9) for edge in (mean - half, mean + half))
+    return f"{base**mean:.1f} ({low:.1f} to {high:.1f})"
+
+
+def claims(result: dict) -> Claims:
+    judged = {}
+    for name, rows in (("RL", result["rl"]), ("SFT", result["sft"])):
+        factor = shift(rows, adapter_of(rows), "full")
+        judged[f"in {name} LoRA's best rate is about ten times full fine-tuning's"] = (
+            judge(factor, *ABOUT_TEN),
+            times(factor),
+        )
+    moved = [x / math.log10(2) for x in shift(result["sft"], "rank 32", "rank 8")]
+    judged["from rank 8 to 32 it moves by less than 2 (SFT)"] = (
+        judge(moved, *WITHIN_TWO),
+        times(moved, 2.0),
+    )
+    scaled, constant = early(result)
+    judged["early on rank 32 learns as rank 8 does (SFT)"] = (
+        judge(scaled, high=ALIKE),
+        f"{fmean(scaled):.1%} apart, {fmean(constant):.0%} with a constant scaling",
+    )
+    return judged
+
+
+def verdict(result: dict) -> tuple[str, str]:
+    return together(claims(result))
+
+
+def table(result: dict) -> str:
+    lines = [
+        "| trained | RL: best rate tried | RL: optimum | SFT: best rate tried | SFT: optimum |",
+        "|---|---|---|---|---|",
+    ]
+    for method in dict.fromkeys([*methods(result["rl"]), *methods(result["sft"])]):
+        cells = []
+        for rows, best in ((result["rl"], rank.choose), (result["sft"], choose)):
+            mine = of(rows, method=method)
+            if not mine:
+                cells += ["", ""]
+                continue
+            cells += [told_rate(mine, best(mine)), scientific(optima(rows, method))]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    scaled, constant = early(result)
+    return (
+        claims_table(claims(result))
+        + "\n".join(lines)
+        + (
+            "\n\nOptima: geometric mean over seeds and its 95% interval (Student's t). "
+            f"Steps 2 to 12 at rate {EARLY_RATE:g}: rank 32 is {fmean(scaled):.1%} of what was "
+            f"learned away from rank 8; with alpha / r kept at 4, {fmean(constant):.0%}."
+        )
+    )
+
+
+def scientific(logs: list[float]) -> str:
+    mean, half = interval(logs)
+    if math.isinf(half):
+        return f"{10**mean:.1e}"
+    low, high = (10**edge for edge in (mean - half, mean + half))
+    return f"{10**mean:.1e} ({low:.1e} to {high:.1e})"
+
+
+def draw(result: dict) -> Figure:
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    rl, sft, steps = figure.subplots(1, 3)
+    for axis, rows, key in ((rl, result["rl"], "held_out"), (sft, result["sft"], "loss")):
+        for method in methods(rows):
+            mine = of(rows, method=method)
+            means = mean_at(mine, key)
+            axis.plot(*zip(*means.items(), strict=True), "o-", ms=4, lw=2, label=method)
+            axis.lines[-1].set_color(rank.COLOURS[method])
+            points = [(row["rate"], row[key]) for row in mine]
+            axis.plot(*zip(*points, strict=True), ".", ms=4, color=rank.COLOURS[method], alpha=0.5)
+        axis.set(xscale="log", xlabel="learning rate")
+    rl.set(ylim=(0, 1.02), ylabel="held-out reward", title="RL: mean of seeds, and each seed")
+    sft.set(yscale="log", ylabel="loss on the facts, nats a token", title="SFT, the same")
+    rl.legend(fontsize=8, loc="lower left")
+    curves = [
+        (f"{method}, alpha / r", rank.COLOURS[method], "-", of(result["sft"], method=method))
+        for method in methods(result["sft"])
+        if method != "full"
+    ]
+    curves += [
+        (f"{method}, constant", rank.COLOURS[method], "--", of(result["constant"], method=method))
+        for method in methods(result["constant"])
+    ]
+    for label, colour, style, rows in curves:
+        rows = [row for row in rows if row.get("rate", EARLY_RATE) == EARLY_RATE]
+        means = [fmean(at_step) for at_step in zip(*values(rows, "losses"), strict=True)]
+        shown = range(1, len(means) + 1)
+        steps.plot(shown, means, style, color=colour, lw=2, label=label)
+    steps.set(xlabel="step", ylabel="training loss, nats a token")
+    steps.set(title=f"SFT at rate {EARLY_RATE:g}, by scaling")
+    steps.legend(fontsize=8)
+    for axis in (rl, sft, steps):
+        axis.grid(alpha=0.3)
+    return figure
