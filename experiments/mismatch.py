@@ -1,10 +1,9 @@
 """Trainer against sampler: what dtype, merging and temperature do to the gap of their logprobs.
 
-    .venv-vllm/bin/python experiments/mismatch.py     four minutes on two cores, see mismatch.md
+    .venv-vllm/bin/python -m experiments mismatch     four minutes on two cores
 
-Writes experiments/mismatch.json, mismatch.png, and the table in mismatch.md. The streams are fixed
-once: held-out episodes, sampled in fp32 at temperature 1 under an adapter that six steps of
-train.py made.
+The streams are fixed once: held-out episodes, sampled in fp32 at temperature 1 under an adapter
+that six steps of train.py made.
 
     embedded   every stream, token by token: the prompts prefilled, then a token a step against the
                cache, as TorchEngine decodes; log softmax(logits / temperature) of the token there
@@ -14,7 +13,7 @@ train.py made.
     trainer    model.token_logprobs of the same tokens in one pass, adapter unmerged
 
 Merged: W0 + (alpha / r) B A as one matrix in the sampler's dtype; for vLLM a checkpoint of those.
-Without vLLM in the environment there is nothing to compare, and the script says so.
+Without vLLM in the environment its half is left out, and the verdict says so.
 
 Axes: S sequences, T tokens.
 """
@@ -31,43 +30,39 @@ from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import matplotlib  # noqa: E402
+import safetensors.torch
+import torch
+from matplotlib import pyplot
+from torch import Tensor
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import safetensors.torch  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from benchmarks.vllm_client import package_versions
+from broadcast import load_adapter, read_adapter
+from chat import load_tokenizer
+from config import Config
+from experiments.runs import ROOT
+from grpo import mismatch_metrics
+from lora import adapter_disabled, inject_lora, lora_layers, merge_lora, unmerge_lora
+from model import KVCache, Qwen3
+from rollout import Request, TorchEngine, Trajectory, VLLMEngine, run_groups
+from start import load_environments
+from tools.vllm_server import VLLMServer
+from update import MISMATCH_BOUND, Batch, micro_batches
 
-from benchmarks.vllm_client import package_versions  # noqa: E402
-from broadcast import load_adapter, read_adapter  # noqa: E402
-from chat import load_tokenizer  # noqa: E402
-from config import Config  # noqa: E402
-from grpo import mismatch_metrics  # noqa: E402
-from lora import adapter_disabled, inject_lora, lora_layers, merge_lora, unmerge_lora  # noqa: E402
-from model import KVCache, Qwen3  # noqa: E402
-from rollout import Request, TorchEngine, Trajectory, VLLMEngine, run_groups  # noqa: E402
-from start import load_environments  # noqa: E402
-from tools.vllm_server import VLLMServer  # noqa: E402
-from update import MISMATCH_BOUND, Batch, micro_batches  # noqa: E402
-
-HERE = Path(__file__).resolve().parent
+MINUTES = 4
 MODEL = ROOT / "assets" / "tiny-qwen3"
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+ENGINES = ("embedded", "vLLM")
 TEMPERATURES = (1.0, 0.7)
 STREAMS, VLLM_STREAMS = 128, 32  # vLLM's turns are scored one by one, in bf16 for minutes
 MAX_LENGTH, MAX_NEW_TOKENS, STEPS = 512, 64, 6
-TABLE = ("<!-- table -->\n", "<!-- end of table -->\n")
 
 
 # --- what is compared -----------------------------------------------------------------------------
 
 
-def train_adapter(scratch: Path) -> Path:
+def train_adapter(scratch: Path, steps: int) -> Path:
     """A real adapter: B has moved by a few steps of RL."""
-    command = [sys.executable, str(ROOT / "train.py"), "--rank", "8", "--steps", str(STEPS)]
+    command = [sys.executable, str(ROOT / "train.py"), "--rank", "8", "--steps", str(steps)]
     command += ["--groups", "8", "--eval-size", "8", "--output", str(scratch / "run")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return scratch / "run" / "adapter"
@@ -81,15 +76,15 @@ def load_model(dtype: str, adapter: Path) -> Qwen3:
     return model.eval()
 
 
-async def play_streams(model: Qwen3, adapter: Path) -> list[Trajectory]:
+async def play_streams(model: Qwen3, adapter: Path, streams: int) -> list[Trajectory]:
     environment = load_environments(Config())[1]
-    engine = TorchEngine(model, STREAMS, MAX_LENGTH)
+    engine = TorchEngine(model, streams, MAX_LENGTH)
     engine.add_adapter("sampler", adapter)
     groups = await run_groups(
         engine,
         load_tokenizer(str(MODEL)),
         environment,
-        environment.eval[:STREAMS],
+        environment.eval[:streams],
         1,
         seed=0,
         step=0,
@@ -209,11 +204,11 @@ async def sample_with_servers(
 
 
 def compare(row: dict, trainer: Tensor, sampler: Tensor) -> dict:
-    """The row with its metrics and, for the figure, all differences."""
+    """The row with its metrics."""
     gaps = (trainer.double() - sampler.double()).abs().sort().values
     metrics = mismatch_metrics(trainer, sampler, torch.ones_like(trainer))
     row |= {name: metrics[name] for name in ("mismatch_kl", "mismatch_mean", "mismatch_max")}
-    row |= {"p99": torch.quantile(gaps, 0.99).item(), "tokens": len(gaps), "gaps": gaps}
+    row |= {"p99": torch.quantile(gaps, 0.99).item(), "tokens": len(gaps)}
     print(
         f"{row['engine']:<9}{row['trainer']:<9}{row['sampler']:<9}{row['application']:<9}"
         f"{row['temperature']:>4}{row['mismatch_kl']:>10.1e}{row['mismatch_mean']:>10.1e}"
@@ -289,7 +284,7 @@ def criteria(rows: list[dict]) -> dict[str, bool]:
         return by_key[engine, dtype, dtype, application, temperature]
 
     held = {}
-    for engine in ("embedded", "vLLM"):
+    for engine in engines_of(rows):
         exact = [r for r in rows if r["engine"] == engine and r["trainer"] == r["sampler"]]
         fp32 = [r["mismatch_max"] for r in exact if r["sampler"] == "fp32"]
         bf16 = [r["mismatch_max"] for r in exact if r["sampler"] == "bf16"]
@@ -319,85 +314,94 @@ def criteria(rows: list[dict]) -> dict[str, bool]:
     return held
 
 
-def markdown(rows: list[dict]) -> str:
+def engines_of(rows: list[dict]) -> list[str]:
+    return [engine for engine in ENGINES if engine in {row["engine"] for row in rows}]
+
+
+def verdict(result: dict) -> tuple[str, str]:
+    held = criteria(result["rows"])
+    failing = [statement for statement, holds in held.items() if not holds]
+    if "vLLM" not in engines_of(result["rows"]):
+        return "undecided", "vLLM, half of the comparison, was not measured."
+    why = f"{len(held) - len(failing)} of {len(held)} statements hold"
+    return ("disagrees", f"{why}; not: {'; '.join(failing)}.") if failing else ("agrees", why)
+
+
+def table(result: dict) -> str:
+    """A line a comparison."""
     head = "engine trainer sampler application temperature mismatch_kl mean p99 max tokens".split()
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for row in rows:
+    for row in result["rows"]:
         cells = [row[name] for name in ("engine", "trainer", "sampler", "application")]
         cells += [f"{row['temperature']:.1f}"]
         cells += [f"{row[n]:.1e}" for n in ("mismatch_kl", "mismatch_mean", "p99", "mismatch_max")]
         lines.append(f"| {' | '.join([*cells, format(row['tokens'], ',')])} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def draw(rows: list[dict], file: Path) -> None:
-    """For each engine, the share of tokens whose gap is larger than x."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    colours = {"fp32": "tab:blue", "bf16": "tab:orange"}
-    for axis, engine in zip(axes, ("embedded", "vLLM"), strict=True):
-        for row in rows:
-            if row["engine"] == engine and row["trainer"] == row["sampler"]:
-                merged, cold = row["application"] == "merged", row["temperature"] < 1
-                style = {"linestyle": "--" if merged else "-", "linewidth": 1 if cold else 2}
-                label = f"{row['sampler']}, {row['application']}, T {row['temperature']}"
-            elif row["engine"] == "-":
-                style, label = {"linewidth": 1.2}, "if the base were served"
-            else:
-                continue
-            share = torch.arange(row["tokens"], 0, -1) / row["tokens"]
-            colour = colours.get(row["sampler"], "tab:gray")
-            axis.plot(row["gaps"].clamp(min=1e-9), share, label=label, color=colour, **style)
-        for dtype, bound in MISMATCH_BOUND.items():
-            colour = colours[SHORT[dtype]]
-            axis.axvline(bound, color=colour, linestyle=":", linewidth=1)
-        axis.set(xscale="log", yscale="log", xlim=(1e-8, 20), title=f"{engine} sampler")
-        axis.set(xlabel="|trainer - sampler| of a token's logprob, nats; dotted: the alarm")
+def draw(result: dict) -> pyplot.Figure:
+    """For each engine and comparison the mean, the 99th percentile and the largest of the gaps."""
+    engines = engines_of(result["rows"])
+    size = (5.8 * len(engines), 4.8)
+    figure, axes = pyplot.subplots(
+        1, len(engines), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    colours = {"fp32": "tab:blue", "bf16": "tab:orange", "base": "tab:gray"}
+    for axis, engine in zip(axes[0], engines, strict=True):
+        rows = [row for row in result["rows"] if row["engine"] in (engine, "-")]
+        labels = []
+        for place, row in enumerate(reversed(rows)):
+            colour = colours[row["sampler"]]
+            ends = [row["mismatch_mean"], row["p99"], row["mismatch_max"]]
+            axis.plot([ends[0], ends[-1]], [place, place], color=colour, alpha=0.5)
+            for value, marker in zip(ends, "o|>", strict=True):
+                axis.plot(value, place, marker, color=colour, ms=9 if marker == "|" else 6)
+            labels.append(
+                f"{row['trainer']} : {row['sampler']} {row['application']}, T {row['temperature']}"
+                if row["engine"] == engine
+                else "fp32 : the base instead"
+            )
+        for dtype, bound in result["bounds"].items():
+            axis.axvline(bound, color=colours[SHORT[dtype]], linestyle=":", linewidth=1)
+        axis.set_yticks(range(len(rows)), labels, fontsize=8)
+        axis.set(xscale="log", xlim=(1e-7, 20), title=f"trainer : {engine} sampler")
+        axis.set(xlabel="gap of a token's logprob, nats: ● mean, | 99%, ▸ max")
         axis.grid(alpha=0.3)
-    axes[0].set(ylabel="share of tokens with a larger gap")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    return figure
 
 
-async def main() -> None:
-    if find_spec("vllm") is None:
-        raise SystemExit("mismatch.py compares with vLLM: run it where vllm is installed")
-    setting = {
+def measure(quick: bool, jobs: int) -> dict:
+    """Both engines where vLLM is installed, else the embedded one alone; quick: never vLLM.
+    It takes its time for itself, so `jobs` is of no use."""
+    steps, number = (2, 16) if quick else (STEPS, STREAMS)
+    result = {
         "experiment": "mismatch",
         "versions": package_versions(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
-        "streams": STREAMS,
-        "training_steps": STEPS,
+        "streams": number,
+        "training_steps": steps,
+        "bounds": MISMATCH_BOUND,
     }
-    print(json.dumps(setting))
+    print(json.dumps(result))
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        adapter = train_adapter(scratch)
-        models = {dtype: load_model(dtype, adapter) for dtype in SHORT}
-        streams = await play_streams(models["float32"], adapter)
-        print(
-            f"{'engine':<9}{'trainer':<9}{'sampler':<9}{'applied':<9}{'T':>4}{'kl':>10}"
-            f"{'mean':>10}{'p99':>10}{'max':>10}{'tokens':>8}"
-        )
-        (batch,) = batches_of(streams, sys.maxsize)
-        rows = [base_row(models["float32"], batch), *embedded_rows(models, batch)]
+        with_vllm = not quick and find_spec("vllm") is not None
+        return result | {"rows": asyncio.run(rows_of(scratch, steps, number, with_vllm))}
+
+
+async def rows_of(scratch: Path, steps: int, number: int, with_vllm: bool) -> list[dict]:
+    adapter = train_adapter(scratch, steps)
+    models = {dtype: load_model(dtype, adapter) for dtype in SHORT}
+    streams = await play_streams(models["float32"], adapter, number)
+    print(
+        f"{'engine':<9}{'trainer':<9}{'sampler':<9}{'applied':<9}{'T':>4}{'kl':>10}"
+        f"{'mean':>10}{'p99':>10}{'max':>10}{'tokens':>8}"
+    )
+    (batch,) = batches_of(streams, sys.maxsize)
+    rows = [base_row(models["float32"], batch), *embedded_rows(models, batch)]
+    if with_vllm:
         sampled = await sample_with_servers(models, streams[:VLLM_STREAMS], adapter, scratch)
         rows += vllm_rows(models, sampled)
-    held = criteria(rows)
-    for criterion, holds in held.items():
-        print(f"{'holds' if holds else 'FAILS'}  {criterion}")
-    draw(rows, HERE / "mismatch.png")
-    plain = [{key: value for key, value in row.items() if key != "gaps"} for row in rows]
-    result = setting | {"bounds": MISMATCH_BOUND, "rows": plain, "criteria": held}
-    (HERE / "mismatch.json").write_text(json.dumps(result, indent=1) + "\n")
-    page = HERE / "mismatch.md"
-    before, _, rest = page.read_text().partition(TABLE[0])
-    after = rest.partition(TABLE[1])[2]
-    page.write_text(before + TABLE[0] + markdown(rows) + TABLE[1] + after)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    return rows
