@@ -22,8 +22,8 @@ Padding must not cost more than it saves. If one segment is much longer than the
 applied alone, as lora.py does it: a long product needs no company. And if all rows have one
 adapter, as in a run, nothing is brought together: its slot serves the batch as it stands, and the
 second product is added to y by the product itself (addmm), without a pass for the scaling, a tensor
-for the update, and a pass for the sum. On CPUs an update of a decode step of 32 rows, 256 x 768,
-so takes 16 microseconds instead of 40, beside a base product of 170.
+for the update, and a pass for the sum: two to three times as fast as the definition, at decode
+sizes (benchmarks/sampling_parts.py).
 
 Why not torch.nn.functional.grouped_mm, which needs no padding: on CPUs it makes one product after
 another, and for segments of one to four rows what surrounds each product takes longer than it does
