@@ -38,7 +38,7 @@ PART = re.compile(r"(?<=<!-- result -->\n).*(?=<!-- end of result -->)", re.DOTA
 GALLERY = re.compile(r"(?<=<!-- gallery -->\n).*(?=<!-- end of gallery -->)", re.DOTALL)
 VERDICTS = ("agrees", "disagrees", "undecided")
 # In the order of a reader.
-EXPERIMENTS: tuple[str, ...] = ("fleet",)
+EXPERIMENTS: tuple[str, ...] = ("update", "mismatch", "corrections", "reference", "fleet")
 SHOWN = ("rank", "capacity", "corrections", "many_adapters")  # their figures are in the README
 
 

@@ -277,7 +277,7 @@ def draw(result: dict) -> pyplot.Figure:
         left.plot(
             steps, row["reference_kl"]["copy"], "o", color=colour, mfc="none", ms=8, label=label
         )
-    left.set(xlabel="step", ylabel="KL to the reference, k3, nats a token")
+    left.set(xlabel="step", ylabel="KL to the reference, k3, nats a token", xticks=steps)
     left.legend(fontsize=8)
     models = models_of(result)
     for place, (reference, label) in enumerate(
