@@ -1,119 +1,249 @@
 """What each correction rescues when sampler and trainer are made to differ on purpose.
 
-    python -m experiments corrections                            all of it
-    python experiments/corrections.py --sampler noise --loss tis   one run, with train.py's flags
+    python -m experiments corrections                                           all of it
+    python experiments/corrections.py --sampler noise --loss tis --output DIR   one case, all seeds
 
-    the policy pi ──► greedy answers to held-out questions: what was learned
+    the policy pi ──► its own answers to held-out questions: what was learned
         │
     another, mu ────► the episodes that it learns from, with mu's own logprobs, as servers send them
                       exact   mu is pi
                       noise   its logits plus independent normal noise, drawn anew for every token
                       nf4     its base in 4 bits (quant.py) with the same adapter
-                      stale   the version of DELAY steps before
+                      stale   the adapter of DELAY steps before
 
-Samplers stand in for what goes wrong in practice: quantised or differently rounded servers, and
-versions that lag behind. train.py runs as it is; only the name TorchEngine in it means another
-class, and its alarms, which would rightly stop such a run, are put off.
+The samplers stand in for what goes wrong in practice: servers that are quantised or round otherwise
+and versions that lag behind. The task is small, so that a run of thousands of episodes takes
+seconds: a Qwen3 of 0.1M parameters answers four digits with the same ones reversed, after training
+on demonstrations of which every digit is wrong with probability WRONG. Model, adapter, 4-bit base,
+advantages and losses are this project's.
 
 Beside the runs the bias of each loss, without sampling: all sequences of a small vocabulary are
 enumerated, so that the expected gradient under mu stands beside the exact gradient of the reward.
 
-Axes: S sequences, T tokens, V vocabulary.
+Axes: P prompts, G samples a prompt, S sequences, T tokens, V vocabulary.
 """
 
+import argparse
+import copy
 import itertools
+import json
 import math
+import os
 import sys
-from dataclasses import replace
+from collections import deque
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
-from matplotlib import pyplot  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-import train  # noqa: E402
-import update  # noqa: E402
-from experiments.runs import Run, run_all  # noqa: E402
+from experiments.runs import RUNS, run_all  # noqa: E402
 from experiments.seeds import above, decide, interval, told  # noqa: E402
-from grpo import LOSSES  # noqa: E402
-from model import Qwen3  # noqa: E402
+from grpo import LOSSES, group_advantages, mismatch_metrics, policy_loss  # noqa: E402
+from lora import LoRAConfig, inject_lora, lora_parameters  # noqa: E402
+from model import Qwen3, Qwen3Config  # noqa: E402
 from quant import quantize_base  # noqa: E402
-from rollout import TorchEngine  # noqa: E402
 
-MINUTES = 25
-NOISE, DELAY = 1.5, 4  # standard deviation of a logit; steps
-SEEDS = (0, 1, 2)
-FEWER = ("reinforce", "grpo", "tis", "icepop")  # losses beside the noisy sampler
-SMALL = "--steps 16 --groups 8 --group-size 8".split()
+MINUTES = 4
+SAMPLERS = ("exact", "noise", "nf4", "stale")
+NOISE, DELAY = 0.8, 4  # standard deviation of a logit; steps
+FEWER = ("reinforce", "tis")  # losses of the other samplers
+SEEDS, STEPS, P, G, RATE = 3, 40, 8, 8, 3e-3
+DIGITS, START, ANSWER = 4, 10, 11  # tokens: a digit is itself
+HELD_OUT, WRONG = 1000, 0.23
 KLS = (0.01, 0.03, 0.1, 0.3, 0.7)  # nats a token, of the enumeration
 DRAWS = 20
 
 
-# --- samplers that differ -------------------------------------------------------------------------
+# --- the task -------------------------------------------------------------------------------------
 
 
-class Noisy(TorchEngine):
-    """Draws from the policy's logits plus noise, but for greedy answers."""
-
-    def advance(self, logits: Tensor, streams: list) -> None:
-        sampled = torch.tensor([float(stream.request.temperature > 0) for stream in streams])
-        super().advance(logits + NOISE * sampled[:, None] * torch.randn_like(logits), streams)
-
-
-class FourBit(TorchEngine):
-    """Draws from a 4-bit copy of the base with the same adapters; answers greedily from its own."""
-
-    def __init__(self, model: Qwen3, slots: int, max_length: int):
-        super().__init__(model, slots, max_length)
-        base = Qwen3.from_pretrained(train.Config.model)
-        quantize_base(base)
-        self.copy = TorchEngine(base, slots, max_length)
-
-    async def generate(self, request):
-        engine = self.copy if request.temperature > 0 else super()
-        return await engine.generate(request)
-
-    def add_adapter(self, name, directory) -> None:
-        super().add_adapter(name, directory)
-        self.copy.add_adapter(name, directory)
-
-    def remove_adapter(self, name) -> None:
-        super().remove_adapter(name)
-        self.copy.remove_adapter(name)
-
-    def drop_cache(self, adapter=None) -> None:
-        super().drop_cache(adapter)
-        self.copy.drop_cache(adapter)
+def questions() -> tuple[Tensor, Tensor]:
+    """All (10^4, 2 + DIGITS) prompts in a fixed order: those to train on, those held out."""
+    digits = torch.cartesian_prod(*[torch.arange(10)] * DIGITS)
+    digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))]
+    ends = [torch.full((len(digits), 1), token) for token in (START, ANSWER)]
+    prompts = torch.cat((ends[0], digits, ends[1]), 1)
+    return prompts[HELD_OUT:], prompts[:HELD_OUT]
 
 
-class Stale(TorchEngine):
-    """Draws with the version of DELAY steps before; answers greedily with the newest."""
-
-    async def generate(self, request):
-        if request.temperature > 0:
-            request = replace(request, adapter=self.adapters[-1 - DELAY :][0])
-        return await super().generate(request)
-
-    def remove_adapter(self, name) -> None:
-        """Versions stay: a small model's run of a few steps has room for all of them."""
+def answers(prompts: Tensor) -> Tensor:
+    return prompts[:, 1 : 1 + DIGITS].flip(1)
 
 
-SAMPLERS = {"exact": TorchEngine, "noise": Noisy, "nf4": FourBit, "stale": Stale}
+def small_model() -> Qwen3:
+    """Random weights; all in fp32."""
+    model = Qwen3(
+        Qwen3Config(
+            vocab_size=12,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=32,
+            rope_theta=10_000.0,
+            model_type="qwen3",
+        )
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        else:
+            torch.nn.init.ones_(parameter)
+    return model
 
 
-def run_with(sampler: str, arguments: list[str]) -> None:
-    """train.py, sampling with another engine and not stopped by it."""
-    train.TorchEngine = SAMPLERS[sampler]
-    update.MISMATCH_BOUND["float32"] = math.inf
-    update.MISMATCH_ALARM["float32"] = ("mismatch_max", math.inf)
-    train.main(arguments)
+def make_base(steps: int) -> Qwen3:
+    """The small model after demonstrations that are right three times in four, digit by digit."""
+    model, generator = small_model(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    train, _ = questions()
+    for step in range(steps):
+        prompts = train[torch.randint(len(train), (128,), generator=generator)]
+        said = answers(prompts)
+        wrong = torch.rand(said.shape, generator=generator) < WRONG
+        said = torch.where(wrong, torch.randint(0, 10, said.shape, generator=generator), said)
+        ids = torch.cat((prompts, said), 1)
+        loss = -model.token_logprobs(ids, mask_of(ids))[0].sum() / said.numel()
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, 4 * (1 - step / steps))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
-def command(sampler: str, loss: str, seed: int, size: list[str]) -> tuple[str, ...]:
-    choice = ("--sampler", sampler, "--loss", loss, "--seed", str(seed))
-    return ("experiments/corrections.py", *choice, *size)
+def mask_of(ids: Tensor) -> Tensor:
+    """(S, T-1): whether token t + 1 is of the answer."""
+    return (torch.arange(1, ids.shape[1]) >= 2 + DIGITS).expand(len(ids), -1)
+
+
+@torch.no_grad()
+def sample(
+    model: Qwen3, prompts: Tensor, generator: torch.Generator, noise: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Prompts with an answer each (S, T), and the logprobs (S, T-1) of what was drawn from."""
+    ids, logprobs = prompts, torch.zeros(len(prompts), prompts.shape[1] - 1)
+    for _ in range(DIGITS):
+        logits = model(ids)[:, -1]
+        if noise:
+            logits = logits + noise * torch.randn(logits.shape, generator=generator)
+        wide = torch.log_softmax(logits, -1)
+        tokens = torch.multinomial(wide.exp(), 1, generator=generator)
+        ids = torch.cat((ids, tokens), 1)
+        logprobs = torch.cat((logprobs, wide.gather(1, tokens)), 1)
+    return ids, logprobs
+
+
+def rewards_of(ids: Tensor, prompts: Tensor) -> Tensor:
+    return (ids[:, -DIGITS:] == answers(prompts)).all(1).float()
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """What episodes are drawn from: a copy of the policy with its adapter, or nearly."""
+
+    def __init__(self, kind: str, base: Qwen3):
+        self.model = copy.deepcopy(base)
+        if kind == "nf4":
+            quantize_base(self.model)
+        inject_lora(self.model, LoRAConfig())
+        self.noise = NOISE if kind == "noise" else 0.0
+        self.versions: deque = deque(maxlen=DELAY + 1 if kind == "stale" else 1)
+
+    def publish(self, policy: Qwen3) -> None:
+        """Takes the policy's adapter; draws with the oldest one that it keeps."""
+        self.versions.append([p.detach().clone() for p in lora_parameters(policy).values()])
+        for ours, its in zip(lora_parameters(self.model).values(), self.versions[0], strict=True):
+            ours.data.copy_(its)
+
+
+def run(kind: str, loss_kind: str, seed: int, steps: int, base: Qwen3) -> dict:
+    """RL of a rank-8 adapter with another sampler; held_out: sampled from the policy itself."""
+    torch.manual_seed(seed)
+    policy, generator = copy.deepcopy(base), torch.Generator().manual_seed(seed)
+    inject_lora(policy, LoRAConfig())
+    optimizer = torch.optim.Adam(lora_parameters(policy).values(), lr=RATE, betas=(0.9, 0.95))
+    sampler, (train, held_out) = Sampler(kind, base), questions()
+    seen = {key: [] for key in ("reward", "mismatch_kl", "effective_sample_size", "clipped")}
+    for _ in range(steps):
+        sampler.publish(policy)
+        prompts = train[torch.randint(len(train), (P,), generator=generator)].repeat_interleave(
+            G, 0
+        )
+        ids, sampler_logprobs = sample(sampler.model, prompts, generator, sampler.noise)
+        rewards, mask = rewards_of(ids, prompts), mask_of(ids)
+        advantages = group_advantages(rewards.view(P, G)).flatten()
+        logprobs, _ = policy.token_logprobs(ids, mask)
+        tokens = int(mask.sum())
+        loss, counts = policy_loss(loss_kind, logprobs, sampler_logprobs, advantages, mask, tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(lora_parameters(policy).values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = mismatch_metrics(logprobs, sampler_logprobs, mask) | {
+            "reward": rewards.mean().item(),
+            "clipped": (counts["clipped_low"] + counts["clipped_high"]) / tokens,
+        }
+        for key, values in seen.items():
+            values.append(metrics[key])
+    answered, _ = sample(policy, held_out, torch.Generator().manual_seed(0))
+    return {
+        "sampler": kind,
+        "loss": loss_kind,
+        "seed": seed,
+        "held_out": rewards_of(answered, held_out).mean().item(),
+        **{key: fmean(seen[key]) for key in seen if key != "reward"},
+        "reward": fmean(seen["reward"][-10:]),
+    }
+
+
+def base_file(quick: bool) -> Path:
+    return RUNS / f"corrections-base{'-quick' if quick else ''}.pt"
+
+
+def command(sampler: str, loss: str, quick: bool) -> tuple[str, ...]:
+    """One case: a process, and in it all its seeds."""
+    size = ("--steps", "3", "--seeds", "1") if quick else ("--steps", STEPS, "--seeds", SEEDS)
+    file = os.path.relpath(base_file(quick), ROOT)
+    return (
+        "experiments/corrections.py",
+        "--sampler",
+        sampler,
+        "--loss",
+        loss,
+        "--base",
+        file,
+        *size,
+    )
+
+
+def main() -> None:
+    """The program that `measure` starts: a line a seed in metrics.jsonl."""
+    parser = argparse.ArgumentParser("corrections.py")
+    parser.add_argument("--sampler", choices=SAMPLERS, required=True)
+    parser.add_argument("--loss", choices=LOSSES, required=True)
+    parser.add_argument("--base", type=Path, required=True, help="weights of the small model")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    base = small_model()
+    base.load_state_dict(torch.load(options.base))
+    options.output.mkdir(parents=True)
+    with (options.output / "metrics.jsonl").open("w") as file:
+        for seed in range(options.seeds):
+            row = run(options.sampler, options.loss, seed, options.steps, base)
+            print(json.dumps(row), file=file, flush=True)
+    (options.output / "summary.json").write_text(json.dumps({"seeds": options.seeds}))
 
 
 # --- the bias, enumerated -------------------------------------------------------------------------
@@ -189,45 +319,30 @@ def enumerate_biases(draws: int) -> list[dict]:
     return rows
 
 
-# --- the runs -------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
 def measure(quick: bool, jobs: int) -> dict:
     """Runs of every loss with the noisy sampler, of fewer with the others, and the enumeration."""
-    size, seeds, fewer = SMALL, SEEDS, FEWER
-    if quick:
-        size, seeds = "--steps 2 --groups 2 --group-size 4 --eval-size 8".split(), SEEDS[:1]
-        fewer = ("reinforce", "tis")
-    cases = [("noise", loss) for loss in (fewer if quick else LOSSES)]
-    cases += [("exact", "reinforce")]
-    cases += [(sampler, loss) for sampler in ("nf4", "stale") for loss in fewer]
-    cases = [(*case, seed) for case in cases for seed in seeds]
-    runs = run_all([command(*case, size) for case in cases], jobs)
+    file = base_file(quick)
+    if not file.is_file():
+        base = make_base(60 if quick else 400)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(base.state_dict(), file)
+    base = small_model()
+    base.load_state_dict(torch.load(file))
+    _, held_out = questions()
+    answered, _ = sample(base, held_out, torch.Generator().manual_seed(0))
+    cases = [("exact", "reinforce")]
+    cases += [("noise", loss) for loss in (("reinforce", "tis", "icepop") if quick else LOSSES)]
+    cases += [(sampler, loss) for sampler in ("nf4", "stale") for loss in FEWER]
+    runs = run_all([command(*case, quick) for case in cases], jobs)
     return {
         "experiment": "corrections",
-        "noise": NOISE,
-        "delay": DELAY,
-        "size": size,
-        "seeds": list(seeds),
-        "rows": [row_of(*case, run) for case, run in zip(cases, runs, strict=True)],
+        "parameters": sum(parameter.numel() for parameter in base.parameters()),
+        "before": rewards_of(answered, held_out).mean().item(),
+        "rows": [row for run in runs for row in run.rows],
         "biases": enumerate_biases(4 if quick else DRAWS),
-    }
-
-
-def row_of(sampler: str, loss: str, seed: int, run: Run) -> dict:
-    def mean(key: str) -> float:
-        return sum(row[key] for row in run.rows) / len(run.rows)
-
-    return {
-        "sampler": sampler,
-        "loss": loss,
-        "seed": seed,
-        "held_out": run.held_out,
-        "k3": mean("mismatch_kl"),
-        "effective_sample_size": mean("effective_sample_size"),
-        "clipped": mean("clipped"),
-        "rewards": [round(row["reward"], 4) for row in run.rows],
-        "error": run.error,
     }
 
 
@@ -257,7 +372,7 @@ def verdict(result: dict) -> tuple[str, str]:
         for row in result["biases"]
         if row["tokens"] == 1 and row["loss"] in ("unclipped", "sequence")
     )
-    k3 = [row["k3"] for row in result["rows"] if row["sampler"] == "noise"]
+    k3 = [row["mismatch_kl"] for row in result["rows"] if row["sampler"] == "noise"]
     criteria = {f"1 unclipped importance sampling exact, {largest:.0e}": largest <= 1e-6}
     criteria[f"2 mean k3 of the noisy runs {sum(k3) / len(k3):.3f}, at least .05"] = (
         True if sum(k3) / len(k3) >= 0.05 else None  # the rest would be about something else
@@ -282,7 +397,7 @@ def table(result: dict) -> str:
     for sampler, loss in cases_of(result):
         k3, size, clipped = (
             interval(of(result, sampler, loss, key))[0]
-            for key in ("k3", "effective_sample_size", "clipped")
+            for key in ("mismatch_kl", "effective_sample_size", "clipped")
         )
         gain = "" if loss == "reinforce" else told(gains(result, sampler, loss))
         held_out = told(of(result, sampler, loss))
@@ -308,9 +423,10 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict) -> pyplot.Figure:
+def draw(result: dict) -> Figure:
     """Left: the enumerated bias against the KL. Right: what every run learned."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(11.5, 5), layout="constrained")
+    figure = Figure(figsize=(11.5, 5), layout="constrained")
+    axes = figure.subplots(1, 2)
     for kind in (*LOSSES, "unclipped"):
         rows = [row for row in result["biases"] if (row["tokens"], row["loss"]) == (1, kind)]
         label = {"reinforce": "reinforce (no correction)", "unclipped": "unclipped: 0"}
@@ -332,7 +448,7 @@ def draw(result: dict) -> pyplot.Figure:
         axes[1].plot(found, [place] * len(found), "o", color=colours[sampler], alpha=0.5)
         axes[1].plot(sum(found) / len(found), place, "|", color=colours[sampler], ms=18, mew=3)
     axes[1].set_yticks(range(len(cases)), [f"{loss}, {sampler}" for sampler, loss in cases[::-1]])
-    axes[1].set(xlabel="held-out reward, greedy; a dot a seed, a bar their mean")
+    axes[1].set(xlabel="held-out reward; a dot a seed, a bar their mean")
     axes[1].set(title="after RL on another sampler's episodes")
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -340,9 +456,4 @@ def draw(result: dict) -> pyplot.Figure:
 
 
 if __name__ == "__main__":
-    flag, sampler, *arguments = sys.argv[1:]
-    if flag != "--sampler" or sampler not in SAMPLERS:
-        raise SystemExit(
-            f"corrections.py: first --sampler {{{','.join(SAMPLERS)}}}, then train.py's"
-        )
-    run_with(sampler, arguments)
+    main()
