@@ -273,7 +273,7 @@ def draw(result: dict) -> Figure:
     curves.axhline(carried / 1000, color="black", ls=":", lw=1.5, label="rewards of an RL run")
     curves.set(xlabel="epoch", ylabel="kbit stored", title="facts learned by each rank")
     curves.set(ylim=(0, 1.08 * total))
-    curves.legend(fontsize=8, loc="center right")
+    curves.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.9))
     first = of(result["filled"], rank=ranks[0])[0]["parameters"]
     densities.bar("RL\n(rank 1)", carried / first, color="black")
     densities.set(xlabel="rank", title="bits a parameter, 95% over seeds")
