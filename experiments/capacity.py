@@ -266,14 +266,11 @@ def draw(result: dict) -> Figure:
         mean, half = interval([b / rows[0]["parameters"] for b in bits_of(rows, facts)])
         densities.bar(f"{r}", mean, color=colour, yerr=min(half, mean), capsize=4)
     carried = fmean(result["rl_bits"])
-    curves.axhline(total, color="gray", ls="--", lw=1)
-    curves.annotate(
-        "all facts", (1, total), (0, -11), textcoords="offset points", color="gray", fontsize=8
-    )
+    curves.axhline(total, color="gray", ls="--", lw=1, label="all facts")
     curves.axhline(carried / 1000, color="black", ls=":", lw=1.5, label="rewards of an RL run")
     curves.set(xlabel="epoch", ylabel="kbit stored", title="facts learned by each rank")
     curves.set(ylim=(0, 1.08 * total))
-    curves.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.9))
+    curves.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.91))
     first = of(result["filled"], rank=ranks[0])[0]["parameters"]
     densities.bar("RL\n(rank 1)", carried / first, color="black")
     densities.set(xlabel="rank", title="bits a parameter, 95% over seeds")

@@ -119,10 +119,9 @@ def draw(result: dict) -> Figure:
             axis.plot(epochs, means, color=colour, lw=2, label=label)
             low, high = (list(map(edge, zip(*seeds, strict=True))) for edge in (min, max))
             axis.fill_between(epochs, low, high, color=colour, alpha=0.15, lw=0)
-        axis.axhline(total, color="gray", ls="--", lw=1)
-        axis.annotate("all", (1, total), (0, -11), textcoords="offset points", color="gray")
+        axis.axhline(total, color="gray", ls="--", lw=1, label="all facts")
         axis.set(xlabel="epoch", ylabel="kbit of facts stored", ylim=(0, 1.08 * total))
         axis.set_title(f"{model}: mean of seeds, from lowest to highest")
-        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.9))
+        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.91))
         axis.grid(alpha=0.3)
     return figure
