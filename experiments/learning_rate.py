@@ -208,7 +208,8 @@ def draw(result: dict) -> Figure:
             axis.plot(*zip(*points, strict=True), ".", ms=4, color=rank.COLOURS[method], alpha=0.5)
         axis.set(xscale="log", xlabel="learning rate")
     rl.set(ylim=(0, 1.02), ylabel="held-out reward", title="RL: the first seed")
-    sft.set(yscale="log", ylabel="loss on the facts, nats a token", title="SFT: mean of seeds, and each seed")
+    sft.set(yscale="log", ylabel="loss on the facts, nats a token")
+    sft.set_title("SFT: mean of seeds, and each seed")
     rl.legend(fontsize=8, loc="lower left")
     like = of(result["sft"], method="rank 8", rate=EARLY_RATE)
     curves = [
