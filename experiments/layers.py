@@ -25,7 +25,7 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 12
+MINUTES = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 MOE = "runs/tiny-qwen3-moe"

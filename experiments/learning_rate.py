@@ -35,7 +35,7 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 8  # beside rank.py's, which are shared
+MINUTES = 5  # beside rank.py's, which are shared
 ABOUT_TEN = (0.5, 1.5)  # log10: a factor between 3.2 and 32
 WITHIN_TWO = (-1.0, 1.0)  # log2
 EARLY = slice(1, 12)  # steps, after the first, at which nothing has been learned yet

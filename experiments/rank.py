@@ -28,7 +28,7 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 15
+MINUTES = 8
 MARGIN = 0.05  # of held-out reward, that rank 1 may lack
 LEARNED = 0.3  # that both must gain, or there is nothing to compare
 HELD = 2.0  # bits a parameter
