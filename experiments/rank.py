@@ -46,7 +46,6 @@ COLOURS = {
     "rank 32": "#8c6bb1",
     "full": "#d95f0e",
 }
-COMPARED = ("rank 1", "rank 2", "rank 8", "full")  # by all seeds; rank 32 by the first alone
 choose = highest("held_out")
 
 
@@ -100,7 +99,6 @@ def measure(quick: bool, jobs: int) -> dict:
         (method, rate, seed)
         for seed in (SEEDS[:0] if quick else SEEDS[1:])
         for method, rate in chosen.items()
-        if method in COMPARED
     ]
     rows += rows_of(cells, commands(quick), outcome, jobs)
     _, groups, group_size = length(quick)
@@ -173,7 +171,7 @@ def draw(result: dict) -> Figure:
         steps = range(1, len(seeds[0]) + 1)
         means = [fmean(at_step) for at_step in zip(*seeds, strict=True)]
         alone = len(rows) == 1
-        label = f"{method}, lr {rows[0]['rate']:g}{', first seed alone' if alone else ''}"
+        label = f"{method}, lr {rows[0]['rate']:g}{', one seed' if alone else ''}"
         curves.plot(steps, means, "--" if alone else "-", color=colour, label=label, lw=2)
         low, high = (list(map(edge, zip(*seeds, strict=True))) for edge in (min, max))
         curves.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
