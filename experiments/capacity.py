@@ -23,19 +23,18 @@ from matplotlib.figure import Figure
 from assets import wiki
 from experiments import rank
 from experiments.runs import ROOT, RUNS, Run, run_all
+from experiments.seeds import interval, told
 from experiments.sweep import (
     FURTHER,
     SEEDS,
     Claims,
     claims_table,
-    interval,
     judge,
     lowest,
     of,
     rows_of,
     sweep,
     together,
-    told,
     values,
 )
 

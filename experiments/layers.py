@@ -14,16 +14,8 @@ from matplotlib.figure import Figure
 from assets.make_tiny_moe import upcycle
 from experiments import capacity
 from experiments.runs import ROOT, run_all
-from experiments.sweep import (
-    SEEDS,
-    Claims,
-    claims_table,
-    judge,
-    of,
-    together,
-    told,
-    values,
-)
+from experiments.seeds import told
+from experiments.sweep import SEEDS, Claims, claims_table, judge, of, together, values
 
 MINUTES = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

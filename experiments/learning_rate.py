@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 
 from experiments import capacity, rank
 from experiments.runs import Run
+from experiments.seeds import interval
 from experiments.sweep import (
     FURTHER,
     SEEDS,
     Claims,
     claims_table,
-    interval,
     judge,
     lowest,
     mean_at,

@@ -13,17 +13,16 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from experiments.runs import Run
+from experiments.seeds import interval, told
 from experiments.sweep import (
     FURTHER,
     SEEDS,
     highest,
-    interval,
     judge,
     methods,
     of,
     rows_of,
     sweep,
-    told,
     told_rate,
     values,
 )

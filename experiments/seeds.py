@@ -22,8 +22,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def told(values: list[float], form: str = ".3f") -> str:
+    """The interval for a table, e.g. 0.953 ± 0.012."""
     middle, half = interval(values)
-    return f"{middle:{form}}" + (f" ± {half:{form}}" if math.isfinite(half) else " (one seed)")
+    width = f" ± {half:{form.lstrip('+')}}" if math.isfinite(half) else " (one seed)"
+    return f"{middle:{form}}{width}"
 
 
 def above(values: list[float], bound: float) -> bool | None:

@@ -11,14 +11,14 @@ verdicts: the whole interval does, no part of it does, or neither can be said.
 
 import math
 from collections.abc import Callable
-from statistics import fmean, stdev
+from statistics import fmean
 
 from experiments.runs import Run, run_all
+from experiments.seeds import interval
 
 SEEDS = (0, 1, 2)
 GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 FURTHER = 1  # times that a sweep may grow
-T_95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57)  # 97.5% quantiles, 0 degrees of freedom and more
 
 
 def sweep(
@@ -94,19 +94,6 @@ def lowest(key: str) -> Callable[[list[dict]], float]:
 
 
 # --- what seeds say -------------------------------------------------------------------------------
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% interval over seeds; of a single one infinite."""
-    if len(values) == 1:
-        return values[0], math.inf
-    return fmean(values), T_95[len(values) - 1] * stdev(values) / math.sqrt(len(values))
-
-
-def told(values: list[float], form: str = ".3f") -> str:
-    """The interval for a table, e.g. 0.953 ± 0.012."""
-    mean, half = interval(values)
-    return f"{mean:{form}} ± {'?' if math.isinf(half) else format(half, form.lstrip('+'))}"
 
 
 def judge(values: list[float], low: float = -math.inf, high: float = math.inf) -> str:
