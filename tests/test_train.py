@@ -304,6 +304,21 @@ def test_the_last_lines_tell_how_to_load_the_adapter(straight):
     )
 
 
+def test_a_mixture_with_dense_layers_gets_no_peft_command(tmp_path, small, capsys):
+    """PEFT would load the adapter without those layers' MLPs (tests/test_peers.py)."""
+    base = tmp_path / "mixture"
+    shutil.copytree(small["model"], base)
+    raw = json.loads((base / "config.json").read_text()) | {"model_type": "qwen3_moe"}
+    raw |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    written(base, "config.json", json.dumps(raw | {"mlp_only_layers": [0]}))
+    go(tmp_path / "run", small, model=str(base), steps=1)
+    printed = capsys.readouterr().out
+    assert "PEFT will not load this adapter right" in printed and "PeftModel" not in printed
+    go(tmp_path / "other", small, model=str(base), steps=1, target_modules=("q_proj",))
+    printed = capsys.readouterr().out
+    assert "PEFT will not" not in printed and "PeftModel" in printed
+
+
 def test_the_adapter_to_deploy_is_the_last_version_that_was_published(straight):
     config, tensors = broadcast.read_adapter(straight.output / "adapter")
     assert (config.rank, config.alpha) == (8, 32.0)
