@@ -94,11 +94,12 @@ class Qwen3Config:
             )
         mixture = raw["model_type"] == "qwen3_moe"
         # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
-        rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        parts = [dict(raw.get(name) or {}) for name in ("rope_parameters", "rope_scaling")]
+        rope = parts[0] | parts[1]  # where there are both, transformers takes the latter
+        rope_types = {part[k] for part in parts for k in ("rope_type", "type") if k in part}
         rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         required = {
-            "rope type": (rope_type, "default"),
+            "rope type": (rope_types | {"default"}, {"default"}),
             "partial_rotary_factor": (rotary_share or 1.0, 1.0),
             "use_mrope": (raw.get("use_mrope") or False, False),
             "use_sliding_window": (raw.get("use_sliding_window") or False, False),

@@ -416,6 +416,8 @@ def test_a_change_of_dtype_never_holds_two_copies(tmp_path, monkeypatch):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None}, "yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),  # beside rope_parameters
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"use_mrope": True}, "use_mrope True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window True"),
