@@ -48,6 +48,19 @@ def read_json(file: Path) -> dict:
     return raw
 
 
+def check_fields(
+    where: Path | str, raw: dict, kinds: dict[str, type], zeros: tuple[str, ...] = ()
+) -> None:
+    """ValueError for a field of `raw` of another type than its kind (an int is a float too), and
+    for a whole number below 1, or below 0 in `zeros`. What is null or absent passes."""
+    for name, kind in kinds.items():
+        value = raw.get(name)
+        if value is not None and type(value) not in (kind, int if kind is float else kind):
+            raise ValueError(f"{where}: {name} must be {kind.__name__}, not {value!r}")
+        if type(value) is int and value < (name not in zeros):
+            raise ValueError(f"{where}: {name} must be {int(name not in zeros)} or more: {value}")
+
+
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
     """Every tensor of model.safetensors, or of the shards that the index names."""
     index = directory / "model.safetensors.index.json"
@@ -55,6 +68,7 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index}: missing weight_map, the table of tensor -> file")
+        check_fields(index, weight_map, dict.fromkeys(weight_map, str))
         files = sorted(set(weight_map.values()))
     else:
         files = ["model.safetensors"]

@@ -229,6 +229,10 @@ def test_missing_surplus_and_misshapen_experts_are_all_listed(tmp_path):
         ({"moe_intermediate_size": None}, "missing moe_intermediate_size"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
         ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more: 0"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok must be 1 or more: -1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be 1 or more: 0"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be list, not 3"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused_by_name(change, named):

@@ -426,6 +426,12 @@ def test_a_change_of_dtype_never_holds_two_copies(tmp_path, monkeypatch):
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"num_key_value_heads": None}, "missing num_key_value_heads"),
         ({"rope_parameters": None}, "missing rope_theta"),
+        ({"rope_parameters": "x"}, "rope_parameters must be dict, not 'x'"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be float, not 'x'"),
+        ({"dtype": "auto"}, "dtype 'auto' is none of"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of"),
+        ({"vocab_size": "23"}, "vocab_size must be int, not '23'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be 1 or more: 0"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused_by_name(checkpoint, change, named):
@@ -489,6 +495,9 @@ def test_incomplete_directories_are_refused_by_name(checkpoint, tmp_path):
         Qwen3.from_pretrained(sharded)
     (sharded / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="index.json: missing weight_map"):
+        Qwen3.from_pretrained(sharded)
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1, "b": []}}')
+    with pytest.raises(ValueError, match="index.json: a must be str, not 1"):
         Qwen3.from_pretrained(sharded)
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
