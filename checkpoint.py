@@ -19,17 +19,19 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
-def checkpoint_directory(path: str | Path) -> Path:
-    """The directory of a checkpoint: `path` itself, or the Hub's snapshot of that id."""
+
+def checkpoint_directory(path: str | Path, patterns: tuple[str, ...] = PATTERNS) -> Path:
+    """The directory of a checkpoint: `path` itself, or the Hub's snapshot of that id, of which the
+    files that fit `patterns` are downloaded."""
     if Path(path).is_dir():
         return Path(path)
     text = str(path)
     if Path(path).is_absolute() or text.startswith(".") or text.count("/") != 1:
         raise ValueError(f"{path}: no such directory (and not a Hub id of the form owner/name)")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
     try:
-        return Path(snapshot_download(text, allow_patterns=patterns))
+        return Path(snapshot_download(text, allow_patterns=list(patterns)))
     except Exception as error:  # the Hub client raises a dozen unrelated types
         raise ValueError(
             f"{path}: no such directory, and the Hub gave no checkpoint of that name "

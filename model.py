@@ -83,7 +83,7 @@ class Qwen3Config:
         """
         file = Path(path)
         if file.suffix != ".json":
-            file = checkpoint_directory(path) / "config.json"
+            file = checkpoint_directory(path, ("config.json",)) / "config.json"
         if not file.is_file():
             raise ValueError(f"{file}: no such file; a checkpoint directory needs a config.json")
         return cls.from_dict(read_json(file), str(file))

@@ -39,7 +39,7 @@ from distributed import Ranks, check_ranks, recruit
 from environments import ENVIRONMENTS, Source, Task, read_lines
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
-from start import check_prompts, load_environments, load_policy, start_run
+from start import check_model, check_prompts, load_environments, load_policy, start_run
 from train import Trainer, run_command, tasks_of_step
 from update import EMPTY, Batch, micro_batches, step_together
 
@@ -303,6 +303,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         )
     if config.data and not config.environment and (config.eval_questions or config.corpus):
         raise ValueError("--eval-questions and --corpus mean nothing without --environment")
+    check_model(config)
     tokenizer = load_tokenizer(config.model)
     data, validation = load_data(config, tokenizer)
     environment = held_out = engine = None

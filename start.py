@@ -20,7 +20,7 @@ from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of, trainable
-from model import Qwen3
+from model import Qwen3, Qwen3Config
 from quant import quantize_base
 from run import Run, cut_back, load_checkpoint, open_run, peft_misses, run_name
 from update import REFERENCE
@@ -58,6 +58,12 @@ def load_environments(config: RunConfig) -> tuple[Any, Any]:
     if not eval_corpus:
         return environment, environment
     return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
+
+
+def check_model(config: RunConfig) -> None:
+    """ValueError for a model that is not computed here, from its config.json alone: before its
+    tokenizer is read, and before weights are downloaded."""
+    Qwen3Config.from_pretrained(config.model)
 
 
 def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:

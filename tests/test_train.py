@@ -36,6 +36,7 @@ from tiny import close, randomise_adapter, seeds, tiny_config, tiny_model
 
 import broadcast
 import distributed
+import sft
 import train
 import update
 from config import COMMANDS, Config, RunConfig, read_toml, to_toml
@@ -1021,6 +1022,23 @@ def test_a_signal_keeps_what_there_is(tmp_path, small, monkeypatch, number):
 
 
 # --- the configuration ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main", [train.main, sft.main])
+def test_a_model_that_is_not_computed_is_refused_before_its_tokenizer_is_read(tmp_path, main):
+    written(tmp_path, "config.json", '{"model_type": "llama"}')
+    with pytest.raises(SystemExit, match="config.json: model_type is 'llama'"):
+        main(["--model", str(tmp_path), "--output", str(tmp_path / "run")])
+
+
+def test_of_the_hub_the_config_alone_is_downloaded_first(monkeypatch, tmp_path):
+    asked = []
+    written(tmp_path, "config.json", '{"model_type": "llama"}')
+    monkeypatch.setattr(
+        "checkpoint.snapshot_download", lambda name, **how: asked.append(how) or str(tmp_path)
+    )
+    assert "model_type is 'llama'" in refusal(["--model", "some/model"])
+    assert asked == [{"allow_patterns": ["config.json"]}]
 
 
 # DEL is the one character that JSON writes as it is and TOML refuses.
