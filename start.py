@@ -61,9 +61,14 @@ def load_environments(config: RunConfig) -> tuple[Any, Any]:
 
 
 def check_model(config: RunConfig) -> None:
-    """ValueError for a model that is not computed here, from its config.json alone: before its
-    tokenizer is read, and before weights are downloaded."""
-    Qwen3Config.from_pretrained(config.model)
+    """ValueError for a model that is not computed here, or not so, from its config.json alone:
+    before its tokenizer is read, and before weights are downloaded."""
+    shapes = Qwen3Config.from_pretrained(config.model)
+    if config.quantize != "none" and any(map(shapes.has_experts, range(shapes.num_hidden_layers))):
+        raise ValueError(
+            f"--quantize {config.quantize} packs linear layers, and {config.model} is a mixture of "
+            "experts, whose stacked matrices would stay as they are; leave it out"
+        )
 
 
 def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:

@@ -1031,6 +1031,13 @@ def test_a_model_that_is_not_computed_is_refused_before_its_tokenizer_is_read(tm
         main(["--model", str(tmp_path), "--output", str(tmp_path / "run")])
 
 
+def test_a_mixture_in_4_bits_is_refused_by_its_flag(tmp_path, small):
+    model = mixture_of(small, tmp_path)
+    (model / "model.safetensors").unlink()  # nothing of it is loaded
+    message = refusal(["--quantize", "nf4", "--model", model, "--output", tmp_path / "run"])
+    assert "--quantize nf4" in message and "mixture of experts" in message
+
+
 def test_of_the_hub_the_config_alone_is_downloaded_first(monkeypatch, tmp_path):
     asked = []
     written(tmp_path, "config.json", '{"model_type": "llama"}')
