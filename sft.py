@@ -104,7 +104,8 @@ def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -
                 raise ValueError(f"{length} tokens; --max-length is {max_length}")
             demonstrations.append(demonstration)
         except (ValueError, TypeError, RecursionError, jinja2.TemplateError) as error:
-            problems.append(f"line {number}: {error}")
+            template = isinstance(error, jinja2.TemplateError)
+            problems.append(f"line {number}: {'the chat template: ' if template else ''}{error}")
     if problems:
         total = len(problems) + len(demonstrations)
         more = len(problems) - MAX_LISTED
@@ -198,6 +199,8 @@ def checked_message(message: Any) -> dict:
         raise ValueError("the assistant says nothing")
     message["content"] = content or ""
     if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls must be a list, not {calls!r:.60}")
         message["tool_calls"] = [checked_call(call) for call in calls]
     return message
 

@@ -294,6 +294,9 @@ BAD_LINES = {
     calls('[{"function": {"name": "f", "arguments": "{"}}]'): "Expecting",
     calls('[{"function": {"name": "f", "arguments": "[1]"}}]'): "arguments of f must be an object",
     calls('[{"function": {"name": "f"}}]', "user"): "only the assistant calls tools, not the user",
+    calls("5"): "tool_calls must be a list, not 5",
+    # OpenAI's tools need no parameters; the tiny template does.
+    f'{GOOD[:-1]}, "tools": [{{"function": {{"name": "f"}}}}]}}': "the chat template: 'dict",
     LONG: "tokens; --max-length is 512",
 }
 
