@@ -138,6 +138,12 @@ def to_trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
     episode.add_forced(tokenizer.encode(tokenizer.render(messages[: turns[0]], tools)))
     for turn, next_turn in zip(turns, [*turns[1:], None], strict=True):
         spoken = tokenizer.spoken_ids(messages[turn])
+        said = {key: value for key, value in messages[turn].items() if key != "reasoning_content"}
+        if messages[turn].get("reasoning_content") and spoken == tokenizer.spoken_ids(said):
+            raise ValueError(
+                "this model's chat template writes no reasoning_content, so it would not be "
+                "learned; remove it, or put it into the content"
+            )
         if turn < context:
             episode.add_forced(spoken)
         else:
