@@ -34,6 +34,7 @@ from tiny import (
 )
 
 from broadcast import load_adapter, read_adapter, save_adapter
+from config import ASSETS
 from engine import Request, TorchEngine
 from experts import Experts, Pairs, grouped_linear, split_experts, stack_experts
 from lora import (
@@ -219,6 +220,16 @@ def test_missing_surplus_and_misshapen_experts_are_all_listed(tmp_path):
     assert f"missing {at}.2.up_proj.weight" in str(error.value)
     assert f"surplus {at}.4.up_proj.weight" in str(error.value)
     assert f"{at}.0.down_proj.weight has shape (3, 3), expected (12, 8)" in str(error.value)
+
+
+def test_a_mixture_of_no_experts_or_in_an_existing_place_is_not_made(tmp_path):
+    source = ASSETS / "tiny-qwen3"
+    for experts, chosen in ((0, 0), (1, 2), (4, 0)):
+        with pytest.raises(ValueError, match=f"not {chosen} of {experts}"):
+            upcycle(source, tmp_path / "new", experts, chosen)
+    with pytest.raises(FileExistsError, match="exists already; remove it"):
+        upcycle(source, tmp_path)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
