@@ -80,14 +80,18 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
             raise ValueError(f"{directory / name}: no such file; the checkpoint is incomplete")
         try:
             with safe_open(directory / name, framework="pt") as shard:
-                tensors |= {key: shard.get_tensor(key) for key in shard.keys()}
+                part = {key: shard.get_tensor(key) for key in shard.keys()}
         except Exception as error:  # safetensors' own error type derives from Exception alone
             raise ValueError(f"{directory / name}: unreadable ({error})") from error
+        for key in tensors.keys() & part.keys():
+            if not part[key].equal(tensors[key]):
+                raise ValueError(f"{directory / name}: an earlier file has another {key}")
+        tensors |= part
     return tensors
 
 
 def check_tensors(where: Path | str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """ValueError listing what `found` lacks, has too much, or has in another shape."""
+    """ValueError listing what `found` lacks, has too much, or has as integers or misshapen."""
     problems = [f"missing {name}" for name in expected if name not in found]
     problems += [f"surplus {name}" for name in found if name not in expected]
     problems += [
@@ -95,6 +99,7 @@ def check_tensors(where: Path | str, expected: dict[str, Tensor], found: dict[st
         for name, tensor in expected.items()
         if name in found and found[name].shape != tensor.shape
     ]
+    problems += [f"{n} is {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
     if problems:
         shown = "\n  ".join(problems[:20])
         rest = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""

@@ -383,6 +383,21 @@ def test_missing_surplus_and_misshapen_tensors_are_all_listed(checkpoint):
     assert "q_proj.weight has shape (3, 3), expected (24, 12)" in message
 
 
+def test_integers_and_a_tensor_with_two_values_are_refused_by_name(checkpoint, tmp_path):
+    change(checkpoint, model__norm__weight=torch.ones(12, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is torch\.int32"):
+        Qwen3.from_pretrained(checkpoint)
+    tensors = tiny_model().state_dict()
+    directory = save_checkpoint(tmp_path / "two", config_json(tiny_config()), tensors, shards=2)
+    file = directory / "model-00002-of-00002.safetensors"
+    name = "model.embed_tokens.weight"  # of the first shard
+    save_file(load_file(file) | {name: tensors[name].clone()}, file)
+    Qwen3.from_pretrained(directory)
+    save_file(load_file(file) | {name: tensors[name] + 1}, file)
+    with pytest.raises(ValueError, match=f"{file.name}: an earlier file has another {name}"):
+        Qwen3.from_pretrained(directory)
+
+
 def test_the_dtype_is_the_checkpoints_or_the_callers(checkpoint):
     config = tiny_config(tie_word_embeddings=True, torch_dtype="bfloat16")
     tensors = {n: t.bfloat16() for n, t in tiny_model(config).state_dict().items()}
