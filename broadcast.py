@@ -89,7 +89,8 @@ def save_adapter(
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha % 1 == 0 else config.alpha,  # PEFT: an int
         "lora_dropout": config.dropout,
-        # Not "experts": PEFT knows them by their projections' names; vLLM looks at the tensors.
+        # Not "experts": PEFT knows them by their projections' names; vLLM looks at the tensors. Of
+        # a mixture's dense MLPs PEFT leaves the adapters out, in any form (run.py: peft_misses).
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "bias": "none",
         "fan_in_fan_out": False,

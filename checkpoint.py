@@ -19,17 +19,19 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
-def checkpoint_directory(path: str | Path) -> Path:
-    """The directory of a checkpoint: `path` itself, or the Hub's snapshot of that id."""
+
+def checkpoint_directory(path: str | Path, patterns: tuple[str, ...] = PATTERNS) -> Path:
+    """The directory of a checkpoint: `path` itself, or the Hub's snapshot of that id, of which the
+    files that fit `patterns` are downloaded."""
     if Path(path).is_dir():
         return Path(path)
     text = str(path)
     if Path(path).is_absolute() or text.startswith(".") or text.count("/") != 1:
         raise ValueError(f"{path}: no such directory (and not a Hub id of the form owner/name)")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
     try:
-        return Path(snapshot_download(text, allow_patterns=patterns))
+        return Path(snapshot_download(text, allow_patterns=list(patterns)))
     except Exception as error:  # the Hub client raises a dozen unrelated types
         raise ValueError(
             f"{path}: no such directory, and the Hub gave no checkpoint of that name "
@@ -48,6 +50,19 @@ def read_json(file: Path) -> dict:
     return raw
 
 
+def check_fields(
+    where: Path | str, raw: dict, kinds: dict[str, type], zeros: tuple[str, ...] = ()
+) -> None:
+    """ValueError for a field of `raw` of another type than its kind (an int is a float too), and
+    for a whole number below 1, or below 0 in `zeros`. What is null or absent passes."""
+    for name, kind in kinds.items():
+        value = raw.get(name)
+        if value is not None and type(value) not in (kind, int if kind is float else kind):
+            raise ValueError(f"{where}: {name} must be {kind.__name__}, not {value!r}")
+        if type(value) is int and value < (name not in zeros):
+            raise ValueError(f"{where}: {name} must be {int(name not in zeros)} or more: {value}")
+
+
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
     """Every tensor of model.safetensors, or of the shards that the index names."""
     index = directory / "model.safetensors.index.json"
@@ -55,6 +70,7 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index}: missing weight_map, the table of tensor -> file")
+        check_fields(index, weight_map, dict.fromkeys(weight_map, str))
         files = sorted(set(weight_map.values()))
     else:
         files = ["model.safetensors"]
@@ -64,14 +80,18 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
             raise ValueError(f"{directory / name}: no such file; the checkpoint is incomplete")
         try:
             with safe_open(directory / name, framework="pt") as shard:
-                tensors |= {key: shard.get_tensor(key) for key in shard.keys()}
+                part = {key: shard.get_tensor(key) for key in shard.keys()}
         except Exception as error:  # safetensors' own error type derives from Exception alone
             raise ValueError(f"{directory / name}: unreadable ({error})") from error
+        for key in tensors.keys() & part.keys():
+            if not part[key].equal(tensors[key]):
+                raise ValueError(f"{directory / name}: an earlier file has another {key}")
+        tensors |= part
     return tensors
 
 
 def check_tensors(where: Path | str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """ValueError listing what `found` lacks, has too much, or has in another shape."""
+    """ValueError listing what `found` lacks, has too much, or has as integers or misshapen."""
     problems = [f"missing {name}" for name in expected if name not in found]
     problems += [f"surplus {name}" for name in found if name not in expected]
     problems += [
@@ -79,6 +99,7 @@ def check_tensors(where: Path | str, expected: dict[str, Tensor], found: dict[st
         for name, tensor in expected.items()
         if name in found and found[name].shape != tensor.shape
     ]
+    problems += [f"{n} is {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
     if problems:
         shown = "\n  ".join(problems[:20])
         rest = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from checkpoint import check_tensors, checkpoint_directory, read_checkpoint, read_json
+from checkpoint import check_fields, check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import MixtureOfExperts, split_experts, stack_experts
 from head import HeadLogprobs
 from packing import Packing, gather, pack
@@ -36,6 +36,10 @@ from packing import Packing, gather, pack
 # --- configuration -------------------------------------------------------------------------------
 
 MIXTURE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Of what config.json has besides Qwen3Config's fields, or in another form.
+OTHER_KINDS = dict.fromkeys(("rope_parameters", "rope_scaling"), dict) | {"dtype": str}
+OTHER_KINDS |= dict.fromkeys(("layer_types", "mlp_only_layers"), list)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Qwen3Config:
         """
         file = Path(path)
         if file.suffix != ".json":
-            file = checkpoint_directory(path) / "config.json"
+            file = checkpoint_directory(path, ("config.json",)) / "config.json"
         if not file.is_file():
             raise ValueError(f"{file}: no such file; a checkpoint directory needs a config.json")
         return cls.from_dict(read_json(file), str(file))
@@ -93,12 +97,17 @@ class Qwen3Config:
                 "and 'qwen2' are implemented"
             )
         mixture = raw["model_type"] == "qwen3_moe"
+        kinds = {name: field.type for name, field in cls.__dataclass_fields__.items()}
+        experts = raw.get("num_experts") or raw.get("num_local_experts")
+        check_fields(where, raw, kinds | OTHER_KINDS, () if experts else MIXTURE_FIELDS)
         # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
-        rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        parts = [dict(raw.get(name) or {}) for name in ("rope_parameters", "rope_scaling")]
+        rope = parts[0] | parts[1]  # where there are both, transformers takes the latter
+        check_fields(where, rope, {"rope_theta": float, "partial_rotary_factor": float})
+        rope_types = {part[k] for part in parts for k in ("rope_type", "type") if k in part}
         rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         required = {
-            "rope type": (rope_type, "default"),
+            "rope type": (rope_types | {"default"}, {"default"}),
             "partial_rotary_factor": (rotary_share or 1.0, 1.0),
             "use_mrope": (raw.get("use_mrope") or False, False),
             "use_sliding_window": (raw.get("use_sliding_window") or False, False),
@@ -118,7 +127,7 @@ class Qwen3Config:
             "torch_dtype": raw.get("dtype") or raw.get("torch_dtype") or cls.torch_dtype,
         }
         if mixture:  # transformers 5 writes num_local_experts
-            values["num_experts"] = raw.get("num_experts") or raw.get("num_local_experts")
+            values["num_experts"] = experts
             values["mlp_only_layers"] = tuple(raw.get("mlp_only_layers") or ())
         else:
             values |= dict.fromkeys(MIXTURE_FIELDS)
@@ -134,6 +143,8 @@ class Qwen3Config:
         if missing:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         config = cls(**values)
+        if config.torch_dtype not in DTYPES:
+            raise ValueError(f"{where}: dtype {config.torch_dtype!r} is none of {DTYPES}")
         if config.num_experts_per_tok > config.num_experts:
             raise ValueError(
                 f"{where}: num_experts_per_tok {config.num_experts_per_tok} is more than the "

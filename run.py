@@ -276,6 +276,15 @@ VLLM = "python -m vllm.entrypoints.openai.api_server"
 RESULTS = {"loss": "validation loss", "reward": "held out"}  # what eval_before and eval_after hold
 
 
+def peft_misses(model) -> list[str]:
+    """Adapted tensors that PEFT 0.21 leaves out without a word, so that it computes another policy:
+    those of dense MLPs in a mixture of experts. It takes their names for the experts' own, in
+    whatever form target_modules lists them."""
+    if model.config.model_type != "qwen3_moe":
+        return []
+    return [n for n in lora_parameters(model) if ".mlp." in n and ".experts." not in n]
+
+
 def run_name(config, job: str) -> str:
     kind = "full" if config.full else f"rank{config.rank}"
     return f"{job}-{kind}-seed{config.seed}"
@@ -444,11 +453,16 @@ def finish(
             ", quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
             'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
         )
+        peft = (
+            "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
+            f'"{config.model}"{four_bits if nf4 else ""}), "{trained}")'
+        )
+        if peft_misses(model):
+            peft = "(leaves out the dense layers of a mixture: another policy; merge_lora instead)"
         print(
             f"  ask it          python tools/viewer.py --chat {trained}\n"
             f"the adapter is a PEFT directory of {trained_bytes / 1e6:.2f} MB:\n"
-            f"  PEFT   PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-            f'"{config.model}"{four_bits if nf4 else ""}), "{trained}")\n'
+            f"  PEFT   {peft}\n"
             f"  vLLM   {'(unquantised: another policy, see quant.py) ' if nf4 else ''}"
             f"{VLLM} --model {config.model} --enable-lora --max-lora-rank {max_rank} "
             f"--lora-modules agent={trained.resolve()}",

@@ -39,7 +39,7 @@ from distributed import Ranks, check_ranks, recruit
 from environments import ENVIRONMENTS, Source, Task, read_lines
 from rollout import Completion, TorchEngine, Trajectory
 from run import RESULTS, Run, append_row, finish, sample_row, save_checkpoint
-from start import check_prompts, load_environments, load_policy, start_run
+from start import check_model, check_prompts, load_environments, load_policy, start_run
 from train import Trainer, run_command, tasks_of_step
 from update import EMPTY, Batch, micro_batches, step_together
 
@@ -104,7 +104,8 @@ def read_demonstrations(source: Source, tokenizer: Tokenizer, max_length: int) -
                 raise ValueError(f"{length} tokens; --max-length is {max_length}")
             demonstrations.append(demonstration)
         except (ValueError, TypeError, RecursionError, jinja2.TemplateError) as error:
-            problems.append(f"line {number}: {error}")
+            template = isinstance(error, jinja2.TemplateError)
+            problems.append(f"line {number}: {'the chat template: ' if template else ''}{error}")
     if problems:
         total = len(problems) + len(demonstrations)
         more = len(problems) - MAX_LISTED
@@ -137,6 +138,12 @@ def to_trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
     episode.add_forced(tokenizer.encode(tokenizer.render(messages[: turns[0]], tools)))
     for turn, next_turn in zip(turns, [*turns[1:], None], strict=True):
         spoken = tokenizer.spoken_ids(messages[turn])
+        said = {key: value for key, value in messages[turn].items() if key != "reasoning_content"}
+        if messages[turn].get("reasoning_content") and spoken == tokenizer.spoken_ids(said):
+            raise ValueError(
+                "this model's chat template writes no reasoning_content, so it would not be "
+                "learned; remove it, or put it into the content"
+            )
         if turn < context:
             episode.add_forced(spoken)
         else:
@@ -198,6 +205,8 @@ def checked_message(message: Any) -> dict:
         raise ValueError("the assistant says nothing")
     message["content"] = content or ""
     if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls must be a list, not {calls!r:.60}")
         message["tool_calls"] = [checked_call(call) for call in calls]
     return message
 
@@ -303,6 +312,7 @@ def set_up(config: SFTConfig) -> tuple[Trainer, list[Trajectory], list[Trajector
         )
     if config.data and not config.environment and (config.eval_questions or config.corpus):
         raise ValueError("--eval-questions and --corpus mean nothing without --environment")
+    check_model(config)
     tokenizer = load_tokenizer(config.model)
     data, validation = load_data(config, tokenizer)
     environment = held_out = engine = None

@@ -20,9 +20,9 @@ from environments import load_environment
 from environments.judge import Judge
 from environments.wiki_search import SCORES
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of, trainable
-from model import Qwen3
+from model import Qwen3, Qwen3Config
 from quant import quantize_base
-from run import Run, cut_back, load_checkpoint, open_run, run_name
+from run import Run, cut_back, load_checkpoint, open_run, peft_misses, run_name
 from update import REFERENCE
 
 SHIPPED_DATA = {
@@ -58,6 +58,17 @@ def load_environments(config: RunConfig) -> tuple[Any, Any]:
     if not eval_corpus:
         return environment, environment
     return environment, load_environment(config.environment, **files | {"corpus": eval_corpus})
+
+
+def check_model(config: RunConfig) -> None:
+    """ValueError for a model that is not computed here, or not so, from its config.json alone:
+    before its tokenizer is read, and before weights are downloaded."""
+    shapes = Qwen3Config.from_pretrained(config.model)
+    if config.quantize != "none" and any(map(shapes.has_experts, range(shapes.num_hidden_layers))):
+        raise ValueError(
+            f"--quantize {config.quantize} packs linear layers, and {config.model} is a mixture of "
+            "experts, whose stacked matrices would stay as they are; leave it out"
+        )
 
 
 def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: int) -> None:
@@ -160,6 +171,12 @@ def fill_run(config: RunConfig, run: Run, replica: Replica, heading: str) -> Run
             f"{run.adapter_parameters:,} ({run.adapter_parameters / base_parameters:.1%}) in "
             f"{len(adapter) // 2} adapters of rank {config.rank}"
         )
+    notice = ""
+    if peft_misses(model):
+        notice = (
+            "\nPEFT will not load this adapter right: it leaves out the dense MLPs of a mixture; "
+            "--target-modules experts q_proj k_proj v_proj o_proj adapts none of them"
+        )
     sent = ""
     if world_size() > 1:
         trained_parameters = sum(p.numel() for p in trainable(model).values())
@@ -169,7 +186,7 @@ def fill_run(config: RunConfig, run: Run, replica: Replica, heading: str) -> Run
         f"{config.model}: {base_parameters:,} parameters, {trained}\n"
         f"{run.directory}{f', resumed after step {run.step}' if run.step else ''}"
         f"{f'; {run.episodes_dropped} episodes were dropped' if run.episodes_dropped else ''}"
-        f"{sent}",
+        f"{sent}{notice}",
         flush=True,
     )
     return run

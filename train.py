@@ -68,7 +68,7 @@ from run import (
     shows_group,
     step_line,
 )
-from start import check_prompts, load_environments, load_replica, start_run
+from start import check_model, check_prompts, load_environments, load_replica, start_run
 from timing import profiling
 from update import (
     MISMATCH_ALARM,
@@ -243,6 +243,7 @@ def set_up(config: Config) -> Trainer:
     """Everything that can be wrong is found here, before the run's directory is made."""
     check_config(config)
     check_ranks(config)
+    check_model(config)
     environment, held_out = load_environments(config)
     if config.judge_url:
         environment.judge.check()

@@ -171,5 +171,8 @@ def read_lines(source: Source) -> list[str] | list[dict]:
         return [row for file in files for row in read_table(file).to_pylist()]
     except ImportError:
         raise ImportError(f"{source}: parquet needs pip install 'lora-agent-rl[data]'") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{source} can't be read: line {line}: {error}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} can't be read: {error}") from None

@@ -331,6 +331,12 @@ def test_the_others_wait_for_orders_longer_than_for_one_another(tmp_path, monkey
 # --- what is said ---------------------------------------------------------------------------------
 
 
+def test_a_lost_rank_is_told_without_a_time_that_nobody_waited():
+    with pytest.raises(LostRank) as caught, distributed.noticing_loss():
+        raise RuntimeError("[a.cpp:1] Connection closed by peer [::1]:2. More")
+    assert str(caught.value).startswith("another rank died, or hangs (")
+
+
 def test_the_traffic_of_qwen3_4b_is_a_244th():
     assert "66.06 MB" in distributed.traffic(16_515_072, 4_022_468_096)
     assert "16,089.87 MB (1/244)" in distributed.traffic(16_515_072, 4_022_468_096)

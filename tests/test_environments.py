@@ -481,7 +481,7 @@ GOOD = '{"question": "q", "answer": "a"}\n'
         ('{"question": " ", "answer": "a"}', ", line 1: question must be text"),
         ('{"id": 7, "question": "q", "answer": "a"}\n' * 2, ", line 2: an earlier .* id '7'"),
         (GOOD + '{"id": "0", "question": "q", "answer": "a"}', ", line 2: an earlier .* id '0'"),
-        (b"\xff\xfe", "can't be read: .*utf-8"),
+        (b"{}\n\n\xff\xfe", "can't be read: line 3: .*utf-8"),
         (None, "can't be read: .*No such file"),
     ],
 )

@@ -34,6 +34,7 @@ from tiny import (
 )
 
 from broadcast import load_adapter, read_adapter, save_adapter
+from config import ASSETS
 from engine import Request, TorchEngine
 from experts import Experts, Pairs, grouped_linear, split_experts, stack_experts
 from lora import (
@@ -221,6 +222,16 @@ def test_missing_surplus_and_misshapen_experts_are_all_listed(tmp_path):
     assert f"{at}.0.down_proj.weight has shape (3, 3), expected (12, 8)" in str(error.value)
 
 
+def test_a_mixture_of_no_experts_or_in_an_existing_place_is_not_made(tmp_path):
+    source = ASSETS / "tiny-qwen3"
+    for experts, chosen in ((0, 0), (1, 2), (4, 0)):
+        with pytest.raises(ValueError, match=f"not {chosen} of {experts}"):
+            upcycle(source, tmp_path / "new", experts, chosen)
+    with pytest.raises(FileExistsError, match="exists already; remove it"):
+        upcycle(source, tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -229,6 +240,10 @@ def test_missing_surplus_and_misshapen_experts_are_all_listed(tmp_path):
         ({"moe_intermediate_size": None}, "missing moe_intermediate_size"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
         ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more: 0"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok must be 1 or more: -1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be 1 or more: 0"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be list, not 3"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused_by_name(change, named):

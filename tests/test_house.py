@@ -305,6 +305,13 @@ def test_every_file_that_a_readme_names_exists(readme):
     assert missing_files((ROOT / readme).read_text()) == []
 
 
+def test_the_readme_says_once_where_python_is():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    named = [line for line in lines if re.search(r"(?<![\w-])\.venv/bin/", line)]
+    said = [line for line in named if "pip install" not in line]  # which is before there is one
+    assert len(said) == 1 and ". .venv/bin/activate" in said[0]
+
+
 def test_the_table_of_files_has_every_file_of_the_core():
     rows = re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {path.name for path in ROOT.glob("*.py")} == {row for row in rows if row[-3:] == ".py"}

@@ -383,6 +383,21 @@ def test_missing_surplus_and_misshapen_tensors_are_all_listed(checkpoint):
     assert "q_proj.weight has shape (3, 3), expected (24, 12)" in message
 
 
+def test_integers_and_a_tensor_with_two_values_are_refused_by_name(checkpoint, tmp_path):
+    change(checkpoint, model__norm__weight=torch.ones(12, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is torch\.int32"):
+        Qwen3.from_pretrained(checkpoint)
+    tensors = tiny_model().state_dict()
+    directory = save_checkpoint(tmp_path / "two", config_json(tiny_config()), tensors, shards=2)
+    file = directory / "model-00002-of-00002.safetensors"
+    name = "model.embed_tokens.weight"  # of the first shard
+    save_file(load_file(file) | {name: tensors[name].clone()}, file)
+    Qwen3.from_pretrained(directory)
+    save_file(load_file(file) | {name: tensors[name] + 1}, file)
+    with pytest.raises(ValueError, match=f"{file.name}: an earlier file has another {name}"):
+        Qwen3.from_pretrained(directory)
+
+
 def test_the_dtype_is_the_checkpoints_or_the_callers(checkpoint):
     config = tiny_config(tie_word_embeddings=True, torch_dtype="bfloat16")
     tensors = {n: t.bfloat16() for n, t in tiny_model(config).state_dict().items()}
@@ -416,6 +431,8 @@ def test_a_change_of_dtype_never_holds_two_copies(tmp_path, monkeypatch):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None}, "yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),  # beside rope_parameters
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"use_mrope": True}, "use_mrope True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window True"),
@@ -424,6 +441,12 @@ def test_a_change_of_dtype_never_holds_two_copies(tmp_path, monkeypatch):
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"num_key_value_heads": None}, "missing num_key_value_heads"),
         ({"rope_parameters": None}, "missing rope_theta"),
+        ({"rope_parameters": "x"}, "rope_parameters must be dict, not 'x'"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be float, not 'x'"),
+        ({"dtype": "auto"}, "dtype 'auto' is none of"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of"),
+        ({"vocab_size": "23"}, "vocab_size must be int, not '23'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be 1 or more: 0"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused_by_name(checkpoint, change, named):
@@ -487,6 +510,9 @@ def test_incomplete_directories_are_refused_by_name(checkpoint, tmp_path):
         Qwen3.from_pretrained(sharded)
     (sharded / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="index.json: missing weight_map"):
+        Qwen3.from_pretrained(sharded)
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1, "b": []}}')
+    with pytest.raises(ValueError, match="index.json: a must be str, not 1"):
         Qwen3.from_pretrained(sharded)
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])

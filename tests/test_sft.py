@@ -158,6 +158,7 @@ def other_template(assistant: str, generation_prompt: str) -> Tokenizer:
     return Tokenizer(raw, template, list(TOKENIZER.stop_token_ids), {})
 
 
+PLAIN = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "A"}]
 THOUGHTFUL = [
     {"role": "user", "content": "a?"},
     {"role": "assistant", "reasoning_content": "one", "content": "A"},
@@ -189,7 +190,7 @@ def test_a_template_whose_turn_does_not_follow_its_generation_prompt_is_refused(
 
 
 def test_of_a_prompt_nothing_carries_loss_and_texts_are_messages():
-    asked = [*THOUGHTFUL[:2], {"role": "user", "content": "b?"}]
+    asked = [*PLAIN, {"role": "user", "content": "b?"}]
     listed = sft.to_trajectory(
         {"prompt": asked, "completion": [{"role": "assistant", "content": "B"}]}, TOKENIZER
     )
@@ -253,8 +254,8 @@ def test_a_parquet_file_is_learned_as_the_same_lines_of_json_are(tmp_path):
 
 
 def test_columns_that_are_not_ours_are_left_alone():
-    plain = sft.to_trajectory({"messages": THOUGHTFUL}, TOKENIZER)
-    row = {"messages": THOUGHTFUL, "prompt": "a?", "prompt_id": "\ud800", "at": datetime.now()}
+    plain = sft.to_trajectory({"messages": PLAIN}, TOKENIZER)
+    row = {"messages": PLAIN, "prompt": "a?", "prompt_id": "\ud800", "at": datetime.now()}
     assert sft.to_trajectory(row, TOKENIZER).token_ids == plain.token_ids
 
 
@@ -294,6 +295,10 @@ BAD_LINES = {
     calls('[{"function": {"name": "f", "arguments": "{"}}]'): "Expecting",
     calls('[{"function": {"name": "f", "arguments": "[1]"}}]'): "arguments of f must be an object",
     calls('[{"function": {"name": "f"}}]', "user"): "only the assistant calls tools, not the user",
+    calls("5"): "tool_calls must be a list, not 5",
+    f'{{"messages": [{USER}, {REPLY[:-1]}, "reasoning_content": "c"}}]}}': "no reasoning_content",
+    # OpenAI's tools need no parameters; the tiny template does.
+    f'{GOOD[:-1]}, "tools": [{{"function": {{"name": "f"}}}}]}}': "the chat template: 'dict",
     LONG: "tokens; --max-length is 512",
 }
 

@@ -36,6 +36,7 @@ from tiny import close, randomise_adapter, seeds, tiny_config, tiny_model
 
 import broadcast
 import distributed
+import sft
 import train
 import update
 from config import COMMANDS, Config, RunConfig, read_toml, to_toml
@@ -302,6 +303,21 @@ def test_the_last_lines_tell_how_to_load_the_adapter(straight):
         "vllm.entrypoints.openai.api_server --model" in vllm
         and str(straight.output / "adapter") in vllm
     )
+
+
+def test_a_mixture_with_dense_layers_gets_no_peft_command(tmp_path, small, capsys):
+    """PEFT would load the adapter without those layers' MLPs (tests/test_peers.py)."""
+    base = tmp_path / "mixture"
+    shutil.copytree(small["model"], base)
+    raw = json.loads((base / "config.json").read_text()) | {"model_type": "qwen3_moe"}
+    raw |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    written(base, "config.json", json.dumps(raw | {"mlp_only_layers": [0]}))
+    go(tmp_path / "run", small, model=str(base), steps=1)
+    printed = capsys.readouterr().out
+    assert "PEFT will not load this adapter right" in printed and "PeftModel" not in printed
+    go(tmp_path / "other", small, model=str(base), steps=1, target_modules=("q_proj",))
+    printed = capsys.readouterr().out
+    assert "PEFT will not" not in printed and "PeftModel" in printed
 
 
 def test_the_adapter_to_deploy_is_the_last_version_that_was_published(straight):
@@ -1006,6 +1022,30 @@ def test_a_signal_keeps_what_there_is(tmp_path, small, monkeypatch, number):
 
 
 # --- the configuration ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main", [train.main, sft.main])
+def test_a_model_that_is_not_computed_is_refused_before_its_tokenizer_is_read(tmp_path, main):
+    written(tmp_path, "config.json", '{"model_type": "llama"}')
+    with pytest.raises(SystemExit, match="config.json: model_type is 'llama'"):
+        main(["--model", str(tmp_path), "--output", str(tmp_path / "run")])
+
+
+def test_a_mixture_in_4_bits_is_refused_by_its_flag(tmp_path, small):
+    model = mixture_of(small, tmp_path)
+    (model / "model.safetensors").unlink()  # nothing of it is loaded
+    message = refusal(["--quantize", "nf4", "--model", model, "--output", tmp_path / "run"])
+    assert "--quantize nf4" in message and "mixture of experts" in message
+
+
+def test_of_the_hub_the_config_alone_is_downloaded_first(monkeypatch, tmp_path):
+    asked = []
+    written(tmp_path, "config.json", '{"model_type": "llama"}')
+    monkeypatch.setattr(
+        "checkpoint.snapshot_download", lambda name, **how: asked.append(how) or str(tmp_path)
+    )
+    assert "model_type is 'llama'" in refusal(["--model", "some/model"])
+    assert asked == [{"allow_patterns": ["config.json"]}]
 
 
 # DEL is the one character that JSON writes as it is and TOML refuses.

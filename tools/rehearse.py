@@ -105,6 +105,10 @@ def upcycle(
 
     experts: copies of each MLP; chosen: how many of them a token visits; seed: of the routers.
     """
+    if not 1 <= chosen <= experts:
+        raise ValueError(f"a token visits 1 or more of the experts, not {chosen} of {experts}")
+    if directory.exists():
+        raise FileExistsError(f"{directory}: exists already; remove it, or name another directory")
     config = read_json(source / "config.json")
     if config.get("model_type") != "qwen3":
         raise ValueError(f"{source}: a dense qwen3 is expected, found {config.get('model_type')}")
