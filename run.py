@@ -182,13 +182,14 @@ def append_row(file: Path, row: dict) -> None:
 def cut_back(file: Path, step: int) -> None:
     """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written; itself
     killed, it leaves the file as it was."""
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    # Bytes, which end a line at \n; text ends one at U+2028 too, which JSON may hold as it is.
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     try:
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged, remove its bad lines ({error})") from error
     beside = file.with_name(f".{file.name}.tmp")
-    beside.write_text("".join(kept))
+    beside.write_bytes(b"".join(kept))
     beside.replace(file)
 
 

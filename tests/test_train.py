@@ -44,7 +44,7 @@ from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adap
 from model import Qwen3
 from packing import pack
 from rollout import Completion, Trajectory
-from run import cut_back, random_state, set_random_state
+from run import append_row, cut_back, random_state, set_random_state
 from tools.rehearse import upcycle
 
 ROOT = Path(train.__file__).parent
@@ -435,17 +435,27 @@ def test_killed_between_checkpoints_it_repeats_what_came_after(
 def test_killed_while_rows_are_cut_back_the_file_stays_as_it_was(tmp_path, monkeypatch):
     file = written(tmp_path, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"step": 3')
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        original = Path.write_text
+        original = Path.write_bytes
 
-        def killed(path, text):
-            original(path, text[:5])
+        def killed(path, content):
+            original(path, content[:5])
             raise KeyboardInterrupt
 
-        patch.setattr(Path, "write_text", killed)
+        patch.setattr(Path, "write_bytes", killed)
         cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3'
     cut_back(file, 2)
     assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_row_ends_at_a_newline_alone(tmp_path):
+    """JSON may hold the other ends of a line that Unicode knows; and a kill may halve a letter."""
+    file = tmp_path / "samples.jsonl"
+    append_row(file, {"step": 1, "question": "a\u2028b\u2029c\u0085d"})
+    whole = file.read_bytes()
+    file.write_bytes(whole + '{"step": 2, "question": "é'.encode()[:-1])
+    cut_back(file, 1)
+    assert file.read_bytes() == whole
 
 
 def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, small, monkeypatch, straight):
