@@ -277,6 +277,12 @@ def test_the_base_answers_by_its_own_name_and_only_while_no_adapter_lives(serve,
         ({"prompt_ids": [1] * CONTEXT}, "does not fit the context of 40"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": True}, "temperature must be a number, not True"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: 1.5 is no integer"),
+        ({"max_new_tokens": True}, "max_new_tokens: True is no integer"),
+        ({"prompt_ids": [1.7, 2]}, "prompt_ids: 1.7 is no integer"),
+        ({"stop_token_ids": (1.0,)}, "stop_token_ids: 1.0 is no integer"),
+        ({"seed": 1.5}, "seed: 1.5 is no integer"),
     ],
 )
 def test_what_no_engine_serves_is_refused_as_the_embedded_one_refuses_it(pair, changes, message):

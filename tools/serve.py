@@ -94,7 +94,7 @@ class Server:
             status, message = 400, f"Out of range float values are not JSON compliant: {error}"
         except (KeyError, TypeError, ValueError, OSError) as error:  # the request's fault
             status, message = 400, f"{type(error).__name__}: {error}"
-        except (ArithmeticError, RuntimeError) as error:
+        except (ArithmeticError, LookupError, RuntimeError) as error:
             status, message = 500, f"{type(error).__name__}: {error}"
         return status, {"error": {"message": message}}
 
