@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 
 from broadcast import load_adapter, naming, save_adapter
+from checkpoint import read_json
 from config import RESUMABLE, to_toml, vllm_rank
 from full import load_weights, save_model, save_weights
 from lora import LoRAConfig, lora_parameters
@@ -260,8 +261,20 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
         where = f"{checkpoints[-1]}: unreadable; remove it to go on from the one before"
         raise ValueError(f"{where} ({error})") from error
     set_random_state(model, state)
-    # eval_after was the result of fewer steps, if this run is made longer.
+    # eval_after was the result of fewer steps, if this run is made longer; else see last_result.
     return dataclasses.replace(run, **state["run"] | {"eval_after": {}})
+
+
+def last_result(run: Run) -> dict:
+    """The eval_after that summary.json has of this very step, or {}: a finished run that is resumed
+    and interrupted before it has evaluated once more still has its result."""
+    file = run.directory / "summary.json"
+    summary = read_json(file) if file.is_file() else {}
+    if summary.get("steps") != run.step:
+        return {}
+    places = {"reward": "eval_after", "loss": "loss_after"}
+    places |= {key: f"{key}_after" for key in ("interval", "outcomes")}
+    return {key: summary[name] for key, name in places.items() if summary.get(name) is not None}
 
 
 # --- what came out --------------------------------------------------------------------------------

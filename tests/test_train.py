@@ -982,6 +982,22 @@ def test_a_finished_run_made_longer_and_interrupted_has_no_result_yet(
     assert (summary["steps"], summary["eval_after"]) == (4, None)
 
 
+def test_a_finished_run_keeps_its_result_if_it_is_interrupted_while_it_evaluates_again(
+    tmp_path, monkeypatch, straight
+):
+    output = tmp_path / "run"
+    shutil.copytree(straight.output, output)
+    before = json.loads((output / "summary.json").read_text())
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        cancel_in(patch, step=4, group_size=1)
+        again(output)
+    after = json.loads((output / "summary.json").read_text())
+    varying = ("seconds", "peak_memory_bytes", "episodes_dropped")
+    for key in before.keys() - varying:
+        assert after[key] == before[key], key
+    assert before["eval_after"] is not None
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, small, straight):
     output = tmp_path / "run"
     shutil.copytree(straight.output, output)
