@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import tomllib
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -241,6 +242,10 @@ def check_machine(config: RunConfig) -> None:
             "vLLM is not installed in this environment (the README says how), so --engine vllm "
             "needs servers that are there, each named by --vllm-url"
         )
+    for name in ("threads", "sampler_threads"):  # so many that none can be started end the process
+        if getattr(config, name, 0) > (cores := os.cpu_count() or 1):
+            value = getattr(config, name)
+            raise ValueError(f"--{name.replace('_', '-')} {value}: this machine has {cores} cores")
 
 
 def check_full(config: RunConfig) -> None:

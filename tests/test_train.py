@@ -1173,6 +1173,7 @@ BAD_INPUT = {
     "temperature 0": (["--temperature", "0"], ["--temperature", "positive"]),
     "kl inf": (["--kl", "inf"], ["--kl", "inf"]),
     "search results -1": (["--search-results", "-1"], ["--search-results", "-1"]),
+    "more threads than cores": (["--threads", "100000"], ["--threads", "100000", "cores"]),
     "seed too large": (["--seed", str(2**64)], ["--seed", "2**63"]),
     "no such device": (["--device", "abacus"], ["abacus", "cpu"]),
     "prompt longer than an episode": (["--max-length", "10"], ["tokens", "10", "--max-length"]),
