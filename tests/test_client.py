@@ -788,6 +788,31 @@ def test_urls_and_their_number(serve):
             VLLMEngine(tiny_model(CONFIG), [urls[0], written], CONTEXT)
 
 
+HEALTH = b"GET /health HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent, status",
+    [
+        (HEALTH + b"Content-Length: -5\r\n\r\n", 400),
+        (HEALTH + b"Content-Length: abc\r\n\r\n", 400),
+        (HEALTH + b"X: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+        (HEALTH + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 411),
+        (HEALTH + b"content-length:2\r\n\r\n{}", 200),
+    ],
+)
+def test_a_request_has_one_answer_even_if_its_end_cannot_be_told(serve, sent, status):
+    server = serve()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as visitor:
+        visitor.settimeout(20)
+        visitor.sendall(sent)
+        if status == 200:  # and the connection serves another
+            visitor.shutdown(socket.SHUT_WR)
+        answers = b"".join(iter(lambda: visitor.recv(4096), b""))
+    assert answers.startswith(f"HTTP/1.1 {status} ".encode()) and answers.count(b"HTTP/1.1") == 1
+    assert len(server.calls) == (status == 200)
+
+
 # --- answers that are none ------------------------------------------------------------------------
 
 
