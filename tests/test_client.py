@@ -39,6 +39,7 @@ from model import Qwen3
 from pipeline import cancel_others
 from rollout import VLLMEngine, derive_seed, run_groups
 from tools.serve import Server
+from tools.serve import main as serve_main
 from update import MISMATCH_BOUND
 
 CONFIG = tiny_config()
@@ -786,6 +787,12 @@ def test_urls_and_their_number(serve):
         # It would be asked to load everything twice, and refuse.
         with pytest.raises(ValueError, match=f"named twice: {server.url}, {server.url}"):
             VLLMEngine(tiny_model(CONFIG), [urls[0], written], CONTEXT)
+
+
+@pytest.mark.parametrize("port", [-1, 2**16])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(ValueError, match=f"--port must be in 0..65535, not {port}"):
+        serve_main("some/model", port=port)
 
 
 HEALTH = b"GET /health HTTP/1.1\r\n"

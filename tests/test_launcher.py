@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,20 @@ def test_what_the_user_set_in_the_environment_wins(monkeypatch):
     assert (
         environment["VLLM_CPU_KVCACHE_SPACE"] == "7" and environment["PATH"] == os.environ["PATH"]
     )
+
+
+@pytest.mark.parametrize("port", [-1, 0, 2**16])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(ValueError, match=f"--port must be in 1..65535, not {port}"):
+        server_command("m", port=port)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_one_line_says_so():
+    command = [sys.executable, "tools/vllm_server.py", "m"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "tools/vllm_server.py: vLLM is not installed" in done.stderr and "README" in done.stderr
 
 
 @pytest.mark.parametrize("rank, rounded", [(1, 1), (3, 8), (8, 8), (9, 16), (512, 512)])
