@@ -16,6 +16,7 @@ import http.client
 import json
 import math
 import random
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -133,6 +134,8 @@ class VLLMEngine:
         except (ValueError, http.client.InvalidURL) as error:
             raise ValueError(f"{url} is no URL of a server ({error})") from error
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, ConnectionError):
+                time.sleep(0.5)  # the supervisor of a server that was killed ends a moment later
             raise RuntimeError(self.failure(url, error)) from error
 
     def served(self, url: str) -> tuple[list[str], str, int]:
@@ -230,6 +233,8 @@ class VLLMEngine:
                 try:
                     self.unload(url, name)
                 except RuntimeError as error:  # its first line: what a log says was told before
+                    if self.last_words is not no_log:
+                        return  # a server of the run's own, which ends with it
                     print(f"{name} may stay at {url}: {str(error).partition(chr(10))[0]}")
 
     # Sampling.
@@ -351,4 +356,6 @@ def refusal(answer: Answer) -> str:
         message = answer.text[:500]
     if "max_lora_rank" in message:
         message += "; start the server with a larger --max-lora-rank"
+    if "already been loaded" in message:  # names of adapters are one run's alone
+        message += "; is one server named twice, by two spellings of its URL?"
     return message

@@ -820,6 +820,26 @@ def test_a_request_has_one_answer_even_if_its_end_cannot_be_told(serve, sent, st
     assert len(server.calls) == (status == 200)
 
 
+def test_a_server_by_two_spellings_is_guessed_when_it_refuses_the_second(serve, fresh):
+    server = serve()
+    other = server.url.replace("127.0.0.1", "localhost")
+    client = VLLMEngine(tiny_model(CONFIG), [server.url, other], CONTEXT)
+    with pytest.raises(RuntimeError, match="already been loaded.*; is one server named twice"):
+        client.add_adapter("v0", fresh())
+
+
+def test_of_a_dead_server_of_its_own_a_run_says_nothing_at_the_end(serve, home, fresh, capsys):
+    async def gone(route, body):
+        if route == UNLOAD and body["lora_name"] != "never-loaded":
+            return 500, {"error": {"message": "gone"}}
+
+    server = serve(spoil=gone)
+    client = client_of(server, last_words=lambda: "it ended with exit code -9")
+    client.add_adapter("v0", fresh())
+    asyncio.run(client.close())
+    assert "may stay" not in capsys.readouterr().out
+
+
 # --- answers that are none ------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ import pytest
 
 import config
 import train
+from client import VLLMEngine
 from config import Config, check_config
 from tools import vllm_server
 from tools.vllm_server import VLLMServer, server_command, server_environment
@@ -311,6 +312,21 @@ def test_a_server_is_awaited_used_and_ended(tmp_path, monkeypatch, capfd):
     assert f"vLLM is starting at {server.url} (log: {server.log})" in printed
     assert "vLLM is ready" in printed
     assert "GET /health" in server.log.read_text()
+
+
+def test_a_server_that_was_killed_is_not_called_alive(tmp_path, monkeypatch):
+    """The first call that fails may come before its supervisor has ended."""
+    dying = ANSWERING.replace("200 if", "os.kill(os.getpid(), 9) if self.path == '/die' else 200 if")
+    stand_in(monkeypatch, dying.replace("import sys", "import os, sys"))
+
+    async def scenario():
+        async with VLLMServer("some/model", tmp_path / "vllm.log") as server:
+            client = object.__new__(VLLMEngine)  # its connection alone
+            client.timeout, client.last_words = LIMIT, server.last_words
+            with pytest.raises(RuntimeError, match="it ended with exit code"):
+                client.call(server.url, "/die")
+
+    asyncio.run(scenario())
 
 
 def test_a_server_that_fails_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch):
