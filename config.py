@@ -220,6 +220,8 @@ def check_config(config: RunConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.search_results >= 2**31:
+        raise ValueError(f"--search-results must be below 2**31, not {config.search_results}")
     if config.full:
         check_full(config)
     if config.shard_base and config.quantize != "none":

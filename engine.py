@@ -232,7 +232,11 @@ class TorchEngine:
         weight = model.model.embed_tokens.weight
         self.model, self.device = model, weight.device
         self.slots, self.max_length, self.prefill_tokens = slots, max_length, prefill_tokens
-        self.cache = KVCache(model.config, slots, max_length, weight.dtype, weight.device)
+        try:
+            self.cache = KVCache(model.config, slots, max_length, weight.dtype, weight.device)
+        except RuntimeError as error:
+            what = f"no memory for the keys and values of {slots} slots of {max_length} tokens"
+            raise RuntimeError(f"{what}; lower --slots or --max-length ({error})") from error
         self.live: list[Stream | None] = [None] * slots
         self.waiting: deque[Stream] = deque()
         # What each slot holds, also when no stream lives in it any more:

@@ -89,9 +89,9 @@ class Run:
 def open_run(config, name: str) -> Run:
     """Makes config.output (or a fresh runs/<name>), or finds the run to resume.
 
-    Raises ValueError for a directory with something in it, for nothing to resume, for a run that
-    is still alive, and for a resumed configuration that differs in more than a resumed run may be
-    told anew.
+    Raises ValueError for what is no directory or has something in it, for nothing to resume, for a
+    run that is still alive, and for a resumed configuration that differs in more than a resumed run
+    may be told anew.
     """
     directory = Path(config.output or f"runs/{name}")
     saved = directory / "config.toml"
@@ -118,7 +118,9 @@ def open_run(config, name: str) -> Run:
         while not config.output and directory.exists():
             number += 1
             directory = Path(f"runs/{name}-{number}")
-        if directory.exists() and not (directory.is_dir() and is_fresh(directory)):
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{directory}: no directory; name another --output")
+        if directory.exists() and not is_fresh(directory):
             raise ValueError(f"{directory}: not empty; add --resume or name another --output")
         directory.mkdir(parents=True, exist_ok=True)
         lock = hold(directory)

@@ -1173,6 +1173,12 @@ BAD_INPUT = {
     "temperature 0": (["--temperature", "0"], ["--temperature", "positive"]),
     "kl inf": (["--kl", "inf"], ["--kl", "inf"]),
     "search results -1": (["--search-results", "-1"], ["--search-results", "-1"]),
+    "too many search results": (
+        ["--search-results", str(2**63 - 1)],
+        ["--search-results", "below 2**31"],
+    ),
+    "more slots than memory": (["--slots", str(10**10)], ["--slots", "no memory", str(10**10)]),
+    "an output that is a file": (["--output", __file__], [__file__, "no directory"]),
     "more threads than cores": (["--threads", "100000"], ["--threads", "100000", "cores"]),
     "seed too large": (["--seed", str(2**64)], ["--seed", "2**63"]),
     "no such device": (["--device", "abacus"], ["abacus", "cpu"]),

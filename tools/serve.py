@@ -215,5 +215,5 @@ def main(
 if __name__ == "__main__":
     try:
         tyro.cli(main)
-    except (ValueError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise SystemExit(f"tools/serve.py: {error}") from None
