@@ -768,7 +768,10 @@ def test_a_server_whose_context_is_too_short_is_found_at_once(serve):
     assert client_of(server).max_length == CONTEXT
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "http://", "ftp://x", "http://[::1", "", "x"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://", "ftp://x", "http://[::1", "", "x", "http://127.0.0.1:99999"],
+)
 def test_what_is_no_url_is_a_value_error(url):
     with pytest.raises(ValueError, match="is no URL of a server"):
         VLLMEngine(tiny_model(CONFIG), [url])
