@@ -444,8 +444,8 @@ def finish(
         for key, words in RESULTS.items()
         if key in before
     )
-    to_read = ", samples.jsonl"
-    if "reward" in panels:
+    to_read, rehearsed = ", samples.jsonl", getattr(config, "rehearse", False)
+    if "reward" in panels and not rehearsed:
         to_read = f", and\n  its episodes    python tools/viewer.py {run.directory}"
     print(
         f"\n{changes} in {seconds:.0f} s"
@@ -453,6 +453,8 @@ def finish(
         f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; "
         f"see {run.directory}/{picture(panels)}{to_read}"
     )
+    if rehearsed:
+        return  # its base may go with it, and nobody deploys what two steps made
     if lora:
         max_rank = vllm_rank(lora.rank)
         nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on

@@ -982,6 +982,16 @@ def test_a_finished_run_made_longer_and_interrupted_has_no_result_yet(
     assert (summary["steps"], summary["eval_after"]) == (4, None)
 
 
+def test_a_rehearsal_recommends_no_command_that_needs_its_base(
+    tmp_path, monkeypatch, small, capsys
+):
+    monkeypatch.setattr("tools.rehearse.rehearsal", contextlib.nullcontext)
+    go(tmp_path / "run", small, steps=1, rehearse=True)
+    said = capsys.readouterr().out
+    assert "held out" in said and "reward.png" in said
+    assert not [word for word in ("viewer.py", "PEFT", "vLLM") if word in said]
+
+
 def test_a_finished_run_keeps_its_result_if_it_is_interrupted_while_it_evaluates_again(
     tmp_path, monkeypatch, straight
 ):
