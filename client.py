@@ -16,6 +16,7 @@ import http.client
 import json
 import math
 import random
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -54,6 +56,7 @@ def call(url: str, body: dict | None = None, timeout: float = 600.0) -> Answer:
     URL, OSError or HTTPException for a server that gives none."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    urlsplit(url).port  # a ValueError if it is none; a socket would take it modulo 65536
     try:
         with DIRECT.open(request, timeout=timeout) as answer:
             return Answer(answer.status, answer.read().decode(errors="replace"))
@@ -133,6 +136,8 @@ class VLLMEngine:
         except (ValueError, http.client.InvalidURL) as error:
             raise ValueError(f"{url} is no URL of a server ({error})") from error
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, ConnectionError):
+                time.sleep(0.5)  # the supervisor of a server that was killed ends a moment later
             raise RuntimeError(self.failure(url, error)) from error
 
     def served(self, url: str) -> tuple[list[str], str, int]:
@@ -230,6 +235,8 @@ class VLLMEngine:
                 try:
                     self.unload(url, name)
                 except RuntimeError as error:  # its first line: what a log says was told before
+                    if self.last_words is not no_log:
+                        return  # a server of the run's own, which ends with it
                     print(f"{name} may stay at {url}: {str(error).partition(chr(10))[0]}")
 
     # Sampling.
@@ -351,4 +358,6 @@ def refusal(answer: Answer) -> str:
         message = answer.text[:500]
     if "max_lora_rank" in message:
         message += "; start the server with a larger --max-lora-rank"
+    if "already been loaded" in message:  # names of adapters are one run's alone
+        message += "; is one server named twice, by two spellings of its URL?"
     return message

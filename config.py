@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import tomllib
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -219,6 +220,8 @@ def check_config(config: RunConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+    if config.search_results >= 2**31:
+        raise ValueError(f"--search-results must be below 2**31, not {config.search_results}")
     if config.full:
         check_full(config)
     if config.shard_base and config.quantize != "none":
@@ -241,6 +244,10 @@ def check_machine(config: RunConfig) -> None:
             "vLLM is not installed in this environment (the README says how), so --engine vllm "
             "needs servers that are there, each named by --vllm-url"
         )
+    for name in ("threads", "sampler_threads"):  # so many that none can be started end the process
+        if getattr(config, name, 0) > (cores := os.cpu_count() or 1):
+            value = getattr(config, name)
+            raise ValueError(f"--{name.replace('_', '-')} {value}: this machine has {cores} cores")
 
 
 def check_full(config: RunConfig) -> None:

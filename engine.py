@@ -76,6 +76,15 @@ class Completion:
 def check_request(request: Request, vocab_size: int, max_length: int) -> None:
     """ValueError, before any work, for a request that no engine can serve."""
     prompt = request.prompt_ids
+    # JSON knows no integers: 1.5 new tokens would never be reached, True is 1 to Python.
+    whole = {"max_new_tokens": [request.max_new_tokens], "prompt_ids": prompt}
+    whole |= {"stop_token_ids": request.stop_token_ids}
+    whole |= {"seed": [] if request.seed is None else [request.seed]}
+    for name, values in whole.items():
+        if wrong := [value for value in values if type(value) is not int]:
+            raise ValueError(f"{name}: {wrong[0]!r:.40} is no integer")
+    if type(request.temperature) not in (int, float):
+        raise ValueError(f"temperature must be a number, not {request.temperature!r:.40}")
     outside = [token for token in prompt if not 0 <= token < vocab_size]
     if not len(prompt):
         raise ValueError("the prompt is empty; sampling needs at least one token")
@@ -223,7 +232,11 @@ class TorchEngine:
         weight = model.model.embed_tokens.weight
         self.model, self.device = model, weight.device
         self.slots, self.max_length, self.prefill_tokens = slots, max_length, prefill_tokens
-        self.cache = KVCache(model.config, slots, max_length, weight.dtype, weight.device)
+        try:
+            self.cache = KVCache(model.config, slots, max_length, weight.dtype, weight.device)
+        except RuntimeError as error:
+            what = f"no memory for the keys and values of {slots} slots of {max_length} tokens"
+            raise RuntimeError(f"{what}; lower --slots or --max-length ({error})") from error
         self.live: list[Stream | None] = [None] * slots
         self.waiting: deque[Stream] = deque()
         # What each slot holds, also when no stream lives in it any more:

@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 
 from broadcast import load_adapter, naming, save_adapter
+from checkpoint import read_json
 from config import RESUMABLE, to_toml, vllm_rank
 from full import load_weights, save_model, save_weights
 from lora import LoRAConfig, lora_parameters
@@ -88,9 +89,9 @@ class Run:
 def open_run(config, name: str) -> Run:
     """Makes config.output (or a fresh runs/<name>), or finds the run to resume.
 
-    Raises ValueError for a directory with something in it, for nothing to resume, for a run that
-    is still alive, and for a resumed configuration that differs in more than a resumed run may be
-    told anew.
+    Raises ValueError for what is no directory or has something in it, for nothing to resume, for a
+    run that is still alive, and for a resumed configuration that differs in more than a resumed run
+    may be told anew.
     """
     directory = Path(config.output or f"runs/{name}")
     saved = directory / "config.toml"
@@ -117,7 +118,9 @@ def open_run(config, name: str) -> Run:
         while not config.output and directory.exists():
             number += 1
             directory = Path(f"runs/{name}-{number}")
-        if directory.exists() and not (directory.is_dir() and is_fresh(directory)):
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{directory}: no directory; name another --output")
+        if directory.exists() and not is_fresh(directory):
             raise ValueError(f"{directory}: not empty; add --resume or name another --output")
         directory.mkdir(parents=True, exist_ok=True)
         lock = hold(directory)
@@ -182,13 +185,14 @@ def append_row(file: Path, row: dict) -> None:
 def cut_back(file: Path, step: int) -> None:
     """Keeps the rows of a JSONL file up to `step`, dropping what a kill left half-written; itself
     killed, it leaves the file as it was."""
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    # Bytes, which end a line at \n; text ends one at U+2028 too, which JSON may hold as it is.
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     try:
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged, remove its bad lines ({error})") from error
     beside = file.with_name(f".{file.name}.tmp")
-    beside.write_text("".join(kept))
+    beside.write_bytes(b"".join(kept))
     beside.replace(file)
 
 
@@ -259,8 +263,20 @@ def load_checkpoint(run: Run, model, optimizer) -> Run:
         where = f"{checkpoints[-1]}: unreadable; remove it to go on from the one before"
         raise ValueError(f"{where} ({error})") from error
     set_random_state(model, state)
-    # eval_after was the result of fewer steps, if this run is made longer.
+    # eval_after was the result of fewer steps, if this run is made longer; else see last_result.
     return dataclasses.replace(run, **state["run"] | {"eval_after": {}})
+
+
+def last_result(run: Run) -> dict:
+    """The eval_after that summary.json has of this very step, or {}: a finished run that is resumed
+    and interrupted before it has evaluated once more still has its result."""
+    file = run.directory / "summary.json"
+    summary = read_json(file) if file.is_file() else {}
+    if summary.get("steps") != run.step:
+        return {}
+    places = {"reward": "eval_after", "loss": "loss_after"}
+    places |= {key: f"{key}_after" for key in ("interval", "outcomes")}
+    return {key: summary[name] for key, name in places.items() if summary.get(name) is not None}
 
 
 # --- what came out --------------------------------------------------------------------------------
@@ -437,8 +453,8 @@ def finish(
         for key, words in RESULTS.items()
         if key in before
     )
-    to_read = ", samples.jsonl"
-    if "reward" in panels:
+    to_read, rehearsed = ", samples.jsonl", getattr(config, "rehearse", False)
+    if "reward" in panels and not rehearsed:
         to_read = f", and\n  its episodes    python tools/viewer.py {run.directory}"
     print(
         f"\n{changes} in {seconds:.0f} s"
@@ -446,6 +462,8 @@ def finish(
         f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; "
         f"see {run.directory}/{picture(panels)}{to_read}"
     )
+    if rehearsed:
+        return  # its base may go with it, and nobody deploys what two steps made
     if lora:
         max_rank = vllm_rank(lora.rank)
         nf4 = config.quantize == "nf4"  # the adapter belongs to the base that it was trained on

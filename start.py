@@ -22,7 +22,7 @@ from environments.wiki_search import SCORES
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, target_of, trainable
 from model import Qwen3, Qwen3Config
 from quant import quantize_base
-from run import Run, cut_back, load_checkpoint, open_run, peft_misses, run_name
+from run import Run, cut_back, last_result, load_checkpoint, open_run, peft_misses, run_name
 from update import REFERENCE
 
 SHIPPED_DATA = {
@@ -159,6 +159,8 @@ def fill_run(config: RunConfig, run: Run, replica: Replica, heading: str) -> Run
     if config.init_adapter and not reference.is_dir():
         save_adapter(model, lora, reference, config.model)  # nothing is lost if the original goes
     run = load_checkpoint(run, model, optimizer)
+    if config.resume and run.step == config.steps:
+        run.eval_after = last_result(run)
     for name in ("metrics.jsonl", "samples.jsonl"):
         cut_back(run.directory / name, run.step)
     adapter = lora_parameters(model)

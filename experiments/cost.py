@@ -61,7 +61,7 @@ def flops_of(config: Config, run: Run) -> dict[str, float]:
     """FLOPs of a run by part, of the tokens that it had: sampled ones are counted in every row,
     lengths of episodes are those in samples.jsonl. Evaluations: as sampling, from the questions."""
     shapes, lora = model_shapes(config.model), adapter_of(config)
-    rows = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.output / "samples.jsonl").read_bytes().splitlines()]
     length = statistics.mean(len(row["token_ids"]) for row in rows)
     prompt = statistics.mean(row["loss_mask"].index(1) for row in rows)
     each = config.groups * config.group_size

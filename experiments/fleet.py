@@ -50,8 +50,8 @@ def start_run(output: Path, seed: int, flags: list[str], url: str) -> subprocess
 def rows_of(output: Path) -> list[dict]:
     """The finished steps of a run that may be writing another."""
     file = output / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def served(url: str) -> list[str]:

@@ -39,6 +39,7 @@ from model import Qwen3
 from pipeline import cancel_others
 from rollout import VLLMEngine, derive_seed, run_groups
 from tools.serve import Server
+from tools.serve import main as serve_main
 from update import MISMATCH_BOUND
 
 CONFIG = tiny_config()
@@ -277,6 +278,12 @@ def test_the_base_answers_by_its_own_name_and_only_while_no_adapter_lives(serve,
         ({"prompt_ids": [1] * CONTEXT}, "does not fit the context of 40"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": True}, "temperature must be a number, not True"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: 1.5 is no integer"),
+        ({"max_new_tokens": True}, "max_new_tokens: True is no integer"),
+        ({"prompt_ids": [1.7, 2]}, "prompt_ids: 1.7 is no integer"),
+        ({"stop_token_ids": (1.0,)}, "stop_token_ids: 1.0 is no integer"),
+        ({"seed": 1.5}, "seed: 1.5 is no integer"),
     ],
 )
 def test_what_no_engine_serves_is_refused_as_the_embedded_one_refuses_it(pair, changes, message):
@@ -761,7 +768,10 @@ def test_a_server_whose_context_is_too_short_is_found_at_once(serve):
     assert client_of(server).max_length == CONTEXT
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "http://", "ftp://x", "http://[::1", "", "x"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://", "ftp://x", "http://[::1", "", "x", "http://127.0.0.1:99999"],
+)
 def test_what_is_no_url_is_a_value_error(url):
     with pytest.raises(ValueError, match="is no URL of a server"):
         VLLMEngine(tiny_model(CONFIG), [url])
@@ -780,6 +790,57 @@ def test_urls_and_their_number(serve):
         # It would be asked to load everything twice, and refuse.
         with pytest.raises(ValueError, match=f"named twice: {server.url}, {server.url}"):
             VLLMEngine(tiny_model(CONFIG), [urls[0], written], CONTEXT)
+
+
+@pytest.mark.parametrize("port", [-1, 2**16])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(ValueError, match=f"--port must be in 0..65535, not {port}"):
+        serve_main("some/model", port=port)
+
+
+HEALTH = b"GET /health HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent, status",
+    [
+        (HEALTH + b"Content-Length: -5\r\n\r\n", 400),
+        (HEALTH + b"Content-Length: abc\r\n\r\n", 400),
+        (HEALTH + b"X: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+        (HEALTH + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 411),
+        (HEALTH + b"content-length:2\r\n\r\n{}", 200),
+    ],
+)
+def test_a_request_has_one_answer_even_if_its_end_cannot_be_told(serve, sent, status):
+    server = serve()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as visitor:
+        visitor.settimeout(20)
+        visitor.sendall(sent)
+        if status == 200:  # and the connection serves another
+            visitor.shutdown(socket.SHUT_WR)
+        answers = b"".join(iter(lambda: visitor.recv(4096), b""))
+    assert answers.startswith(f"HTTP/1.1 {status} ".encode()) and answers.count(b"HTTP/1.1") == 1
+    assert len(server.calls) == (status == 200)
+
+
+def test_a_server_by_two_spellings_is_guessed_when_it_refuses_the_second(serve, fresh):
+    server = serve()
+    other = server.url.replace("127.0.0.1", "localhost")
+    client = VLLMEngine(tiny_model(CONFIG), [server.url, other], CONTEXT)
+    with pytest.raises(RuntimeError, match="already been loaded.*; is one server named twice"):
+        client.add_adapter("v0", fresh())
+
+
+def test_of_a_dead_server_of_its_own_a_run_says_nothing_at_the_end(serve, home, fresh, capsys):
+    async def gone(route, body):
+        if route == UNLOAD and body["lora_name"] != "never-loaded":
+            return 500, {"error": {"message": "gone"}}
+
+    server = serve(spoil=gone)
+    client = client_of(server, last_words=lambda: "it ended with exit code -9")
+    client.add_adapter("v0", fresh())
+    asyncio.run(client.close())
+    assert "may stay" not in capsys.readouterr().out
 
 
 # --- answers that are none ------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def test_an_experiment_runs_in_its_quick_form(name, tmp_path):
     command = [sys.executable, "-m", "experiments", name, "--quick"]
     environment = os.environ | {"EXPERIMENT_RUNS": str(tmp_path)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "quick"

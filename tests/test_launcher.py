@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import pytest
 
 import config
 import train
+from client import VLLMEngine
 from config import Config, check_config
 from tools import vllm_server
 from tools.vllm_server import VLLMServer, server_command, server_environment
@@ -81,6 +83,20 @@ def test_what_the_user_set_in_the_environment_wins(monkeypatch):
     assert (
         environment["VLLM_CPU_KVCACHE_SPACE"] == "7" and environment["PATH"] == os.environ["PATH"]
     )
+
+
+@pytest.mark.parametrize("port", [-1, 0, 2**16])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(ValueError, match=f"--port must be in 1..65535, not {port}"):
+        server_command("m", port=port)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_one_line_says_so():
+    command = [sys.executable, "tools/vllm_server.py", "m"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "tools/vllm_server.py: vLLM is not installed" in done.stderr and "README" in done.stderr
 
 
 @pytest.mark.parametrize("rank, rounded", [(1, 1), (3, 8), (8, 8), (9, 16), (512, 512)])
@@ -296,6 +312,23 @@ def test_a_server_is_awaited_used_and_ended(tmp_path, monkeypatch, capfd):
     assert f"vLLM is starting at {server.url} (log: {server.log})" in printed
     assert "vLLM is ready" in printed
     assert "GET /health" in server.log.read_text()
+
+
+def test_a_server_that_was_killed_is_not_called_alive(tmp_path, monkeypatch):
+    """The first call that fails may come before its supervisor has ended."""
+    dying = ANSWERING.replace(
+        "200 if", "os.kill(os.getpid(), 9) if self.path == '/die' else 200 if"
+    )
+    stand_in(monkeypatch, dying.replace("import sys", "import os, sys"))
+
+    async def scenario():
+        async with VLLMServer("some/model", tmp_path / "vllm.log") as server:
+            client = object.__new__(VLLMEngine)  # its connection alone
+            client.timeout, client.last_words = LIMIT, server.last_words
+            with pytest.raises(RuntimeError, match="it ended with exit code"):
+                client.call(server.url, "/die")
+
+    asyncio.run(scenario())
 
 
 def test_a_server_that_fails_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch):

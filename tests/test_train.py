@@ -45,7 +45,7 @@ from lora import LoRAConfig, inject_lora, lora_layers, lora_parameters, use_adap
 from model import Qwen3
 from packing import pack
 from rollout import Completion, Trajectory
-from run import cut_back, random_state, set_random_state
+from run import append_row, cut_back, random_state, set_random_state
 from tools.rehearse import upcycle
 
 ROOT = Path(train.__file__).parent
@@ -451,17 +451,27 @@ def test_killed_between_checkpoints_it_repeats_what_came_after(
 def test_killed_while_rows_are_cut_back_the_file_stays_as_it_was(tmp_path, monkeypatch):
     file = written(tmp_path, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"step": 3')
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        original = Path.write_text
+        original = Path.write_bytes
 
-        def killed(path, text):
-            original(path, text[:5])
+        def killed(path, content):
+            original(path, content[:5])
             raise KeyboardInterrupt
 
-        patch.setattr(Path, "write_text", killed)
+        patch.setattr(Path, "write_bytes", killed)
         cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3'
     cut_back(file, 2)
     assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_row_ends_at_a_newline_alone(tmp_path):
+    """JSON may hold the other ends of a line that Unicode knows; and a kill may halve a letter."""
+    file = tmp_path / "samples.jsonl"
+    append_row(file, {"step": 1, "question": "a\u2028b\u2029c\u0085d"})
+    whole = file.read_bytes()
+    file.write_bytes(whole + '{"step": 2, "question": "é'.encode()[:-1])
+    cut_back(file, 1)
+    assert file.read_bytes() == whole
 
 
 def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, small, monkeypatch, straight):
@@ -988,6 +998,32 @@ def test_a_finished_run_made_longer_and_interrupted_has_no_result_yet(
     assert (summary["steps"], summary["eval_after"]) == (4, None)
 
 
+def test_a_rehearsal_recommends_no_command_that_needs_its_base(
+    tmp_path, monkeypatch, small, capsys
+):
+    monkeypatch.setattr("tools.rehearse.rehearsal", contextlib.nullcontext)
+    go(tmp_path / "run", small, steps=1, rehearse=True)
+    said = capsys.readouterr().out
+    assert "held out" in said and "reward.png" in said
+    assert not [word for word in ("viewer.py", "PEFT", "vLLM") if word in said]
+
+
+def test_a_finished_run_keeps_its_result_if_it_is_interrupted_while_it_evaluates_again(
+    tmp_path, monkeypatch, straight
+):
+    output = tmp_path / "run"
+    shutil.copytree(straight.output, output)
+    before = json.loads((output / "summary.json").read_text())
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        cancel_in(patch, step=4, group_size=1)
+        again(output)
+    after = json.loads((output / "summary.json").read_text())
+    varying = ("seconds", "peak_memory_bytes", "episodes_dropped")
+    for key in before.keys() - varying:
+        assert after[key] == before[key], key
+    assert before["eval_after"] is not None
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, small, straight):
     output = tmp_path / "run"
     shutil.copytree(straight.output, output)
@@ -1187,6 +1223,13 @@ BAD_INPUT = {
     "temperature 0": (["--temperature", "0"], ["--temperature", "positive"]),
     "kl inf": (["--kl", "inf"], ["--kl", "inf"]),
     "search results -1": (["--search-results", "-1"], ["--search-results", "-1"]),
+    "too many search results": (
+        ["--search-results", str(2**63 - 1)],
+        ["--search-results", "below 2**31"],
+    ),
+    "more slots than memory": (["--slots", str(10**10)], ["--slots", "no memory", str(10**10)]),
+    "an output that is a file": (["--output", __file__], [__file__, "no directory"]),
+    "more threads than cores": (["--threads", "100000"], ["--threads", "100000", "cores"]),
     "seed too large": (["--seed", str(2**64)], ["--seed", "2**63"]),
     "no such device": (["--device", "abacus"], ["abacus", "cpu"]),
     "prompt longer than an episode": (["--max-length", "10"], ["tokens", "10", "--max-length"]),

@@ -229,10 +229,17 @@ def refusal(*arguments) -> str:
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "samples.jsonl"])
 def test_a_missing_or_spoilt_file_is_named(tmp_path, name):
     run = run_of(tmp_path / "run", [row()])
-    for spoil in (b"\xff\xfe{\n", b"[1, 2\n", b'{"step": "one"}\n', None):
+    deep = b"[" * 100_000 + b"\n"
+    for spoil in (b"\xff\xfe{\n", b"[1, 2\n", b'{"step": "one"}\n', deep, None):
         (run / name).unlink() if spoil is None else (run / name).write_bytes(spoil)
         assert str(run / name) in refusal(run)
         assert not (run / "trajectories.html").exists()
+
+
+def test_a_model_that_is_no_text_is_named(tmp_path):
+    run = run_of(tmp_path / "run", [row()])
+    (run / "config.toml").write_text("model = 5\n")
+    assert f"{run / 'config.toml'}: model must be text, not 5" in refusal(run)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +254,8 @@ def test_a_missing_or_spoilt_file_is_named(tmp_path, name):
         {"token_ids": [5, -6, 7]},
         {"token_ids": [5, "6", 7]},
         {"messages": ["Where?"]},
+        {"messages": [{"content": "Where?"}]},
+        {"messages": [{"role": [], "content": "Where?"}]},
         {"reward": float("nan")},
         {"reward": "1"},
         {"step": None},

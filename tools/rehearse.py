@@ -71,7 +71,7 @@ REPLACED = {
 def rehearsal(config: Config) -> Iterator[Config]:
     """The run in miniature; says what it replaced. Inside, its checkpoint exists."""
     small = {name: min(getattr(config, name), limit) for name, limit in AT_MOST.items()}
-    small |= REPLACED | {"rehearse": False, "model": str(TINY)}
+    small |= REPLACED | {"model": str(TINY)}
     small["kl"] = max(config.kl, LEAST_KL)
     if config.engine == "vllm" and find_spec("vllm") is None:
         small["engine"] = "torch"
@@ -80,7 +80,7 @@ def rehearsal(config: Config) -> Iterator[Config]:
             small["model"] = str(upcycle(TINY, Path(directory) / "tiny-mixture"))
         changed = dataclasses.replace(config, **small)
         for name, now in small.items():
-            if name != "rehearse" and now != (was := getattr(config, name)):
+            if now != (was := getattr(config, name)):
                 print(f"rehearsal: {name} {show(now)} in the place of {show(was)}")
         yield changed
 

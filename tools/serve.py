@@ -21,6 +21,7 @@ other addresses than 127.0.0.1, and aborting a request whose client has gone: it
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from http import HTTPStatus
@@ -37,6 +38,24 @@ from model import Qwen3  # noqa: E402
 
 class Refused(Exception):
     """An answer other than 200: (status, message)."""
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """Route and body of the next request; Refused for one whose end cannot be told."""
+    try:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    except asyncio.LimitOverrunError as error:
+        raise Refused(431, f"headers of a request: {error}") from error
+    fields = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields[name.lower()] = value.strip()
+    if "transfer-encoding" in fields:
+        raise Refused(411, "send the body with a Content-Length; in chunks it is not read")
+    length = fields.get("content-length", "0")
+    if not re.fullmatch("[0-9]{1,15}", length):
+        raise Refused(400, f"Content-Length: {length!r:.40} is no number of bytes")
+    return first.rpartition(" ")[0], await reader.readexactly(int(length))
 
 
 class Server:
@@ -64,10 +83,12 @@ class Server:
         """One connection: request after request until the client closes it."""
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                fields = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
-                body = await reader.readexactly(int(fields.get("content-length", 0)))
-                status, content = await self.answer(head[0].rpartition(" ")[0], body)
+                whole = True
+                try:
+                    status, content = await self.answer(*await read_request(reader))
+                except Refused as refused:
+                    status, message = refused.args
+                    whole, content = False, {"error": {"message": message}}
                 data = json.dumps(content).encode()
                 writer.write(
                     f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
@@ -76,6 +97,8 @@ class Server:
                 )
                 writer.write(data)
                 await writer.drain()
+                if not whole:  # where the next request begins is unknown
+                    return
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             return  # the client has gone, or the server ends
         finally:
@@ -94,7 +117,7 @@ class Server:
             status, message = 400, f"Out of range float values are not JSON compliant: {error}"
         except (KeyError, TypeError, ValueError, OSError) as error:  # the request's fault
             status, message = 400, f"{type(error).__name__}: {error}"
-        except (ArithmeticError, RuntimeError) as error:
+        except (ArithmeticError, LookupError, RuntimeError) as error:
             status, message = 500, f"{type(error).__name__}: {error}"
         return status, {"error": {"message": message}}
 
@@ -172,6 +195,8 @@ def main(
         slots: requests in a batch.
         max_adapters: how many are in memory at once; the rest stays on disk.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port must be in 0..65535, not {port}")
     base = Qwen3.from_pretrained(model, getattr(torch, dtype), device).requires_grad_(False)
     engine = TorchEngine(base, slots, max_length, max_adapters=max_adapters)
 
@@ -190,5 +215,5 @@ def main(
 if __name__ == "__main__":
     try:
         tyro.cli(main)
-    except (ValueError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise SystemExit(f"tools/serve.py: {error}") from None

@@ -71,7 +71,7 @@ def read_rows(file: Path, columns: dict) -> list[dict]:
                     raise ValueError(f"{name} is {row[name]!r:.40}")
             if "token_ids" in columns:
                 check_row(row)
-        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file}, line {number}: damaged ({reason})") from None
         rows.append(row)
@@ -94,8 +94,9 @@ def check_row(row: dict) -> None:
         raise ValueError("token_ids hold what is no id")
     if not set(row["loss_mask"]) <= {0, 1}:
         raise ValueError("loss_mask holds something else than 0 and 1")
-    if not all(isinstance(message["content"], str) for message in row["messages"]):
-        raise ValueError("a message's content is no text")
+    for message in row["messages"]:
+        if not (isinstance(message["role"], str) and isinstance(message["content"], str)):
+            raise ValueError("a message's role or content is no text")
 
 
 def read_settings(file: Path) -> dict:
@@ -292,7 +293,10 @@ def write_page(run: Path, model: str = "") -> Path:
     settings = read_settings(run / "config.toml")
     metrics = read_rows(run / "metrics.jsonl", {"step": int, "reward": (int, float)})
     rows = read_rows(run / "samples.jsonl", COLUMNS)
-    tokenizer = tokenizer_of(model or settings.get("model", Config.model))
+    model = model or settings.get("model", Config.model)
+    if not isinstance(model, str):
+        raise ValueError(f"{run / 'config.toml'}: model must be text, not {model!r:.40}")
+    tokenizer = tokenizer_of(model)
     file = run / "trajectories.html"
     text = page(run.resolve().name, settings, metrics, rows, tokenizer)
     file.write_text(text, encoding="utf-8", errors="replace")  # JSON can hold half a surrogate pair

@@ -14,7 +14,8 @@ log-probabilities after temperature (vLLM's default ignores it), no sampling def
 checkpoint (Qwen3's generation_config.json would set top_p and top_k).
 
 Left out on purpose: tensor and data parallelism (start vLLM with its own flags, name it by
---vllm-url), and the client, which is client.py.
+--vllm-url), the client, which is client.py, and a supervisor of a server that a user starts: after
+a kill -9 of it its engine, VLLM::EngineCore, stays, and is to be ended too.
 
     python tools/vllm_server.py assets/tiny-qwen3 --port 8000       a server for several runs
 """
@@ -31,6 +32,7 @@ import threading
 import time
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 
 import tyro
@@ -67,6 +69,8 @@ def server_command(
         max_length: the run's --max-length.
         slots: requests in a batch.
     """
+    if not 0 < port < 2**16:
+        raise ValueError(f"--port must be in 1..65535, not {port}")
     settings = {
         "model": model,
         "host": "127.0.0.1",
@@ -237,6 +241,11 @@ def supervise(command: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--supervise"]:
         raise SystemExit(supervise(sys.argv[2:]))
-    command = tyro.cli(server_command)
+    try:
+        command = tyro.cli(server_command)
+        if find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed in this environment (the README says how)")
+    except ValueError as error:
+        raise SystemExit(f"tools/vllm_server.py: {error}") from None
     print(shlex.join(command), flush=True)
     os.execve(command[0], command, server_environment())
