@@ -36,10 +36,11 @@ from packing import Packing, gather, pack
 # --- configuration -------------------------------------------------------------------------------
 
 MIXTURE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+NO_EXPERTS = (*MIXTURE_FIELDS, "num_local_experts")  # are 0 where there are none
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Of what config.json has besides Qwen3Config's fields, or in another form.
-OTHER_KINDS = dict.fromkeys(("rope_parameters", "rope_scaling"), dict) | {"dtype": str}
-OTHER_KINDS |= dict.fromkeys(("layer_types", "mlp_only_layers"), list)
+OTHER_KINDS = {"dtype": str, "num_local_experts": int, "layer_types": list}
+OTHER_KINDS |= {"mlp_only_layers": list, "rope_parameters": dict, "rope_scaling": dict}
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ class Qwen3Config:
         mixture = raw["model_type"] == "qwen3_moe"
         kinds = {name: field.type for name, field in cls.__dataclass_fields__.items()}
         experts = raw.get("num_experts") or raw.get("num_local_experts")
-        check_fields(where, raw, kinds | OTHER_KINDS, () if experts else MIXTURE_FIELDS)
+        check_fields(where, raw, kinds | OTHER_KINDS, () if experts else NO_EXPERTS)
         # transformers 4 writes rope_theta and rope_scaling, transformers 5 one rope_parameters.
         parts = [dict(raw.get(name) or {}) for name in ("rope_parameters", "rope_scaling")]
         rope = parts[0] | parts[1]  # where there are both, transformers takes the latter
         check_fields(where, rope, {"rope_theta": float, "partial_rotary_factor": float})
-        rope_types = {part[k] for part in parts for k in ("rope_type", "type") if k in part}
+        rope_types = {str(part[k]) for part in parts for k in ("rope_type", "type") if k in part}
         rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         required = {
             "rope type": (rope_types | {"default"}, {"default"}),

@@ -242,6 +242,7 @@ def test_a_mixture_of_no_experts_or_in_an_existing_place_is_not_made(tmp_path):
         ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more: 0"),
         ({"num_experts_per_tok": -1}, "num_experts_per_tok must be 1 or more: -1"),
+        ({"num_experts": None, "num_local_experts": "4"}, "num_local_experts must be int, not '4'"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be 1 or more: 0"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be list, not 3"),
     ],

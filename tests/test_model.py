@@ -441,6 +441,7 @@ def test_a_change_of_dtype_never_holds_two_copies(tmp_path, monkeypatch):
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"num_key_value_heads": None}, "missing num_key_value_heads"),
         ({"rope_parameters": None}, "missing rope_theta"),
+        ({"rope_scaling": {"rope_type": []}}, r"rope type .*'\[\]'"),
         ({"rope_parameters": "x"}, "rope_parameters must be dict, not 'x'"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be float, not 'x'"),
         ({"dtype": "auto"}, "dtype 'auto' is none of"),
