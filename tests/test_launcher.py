@@ -316,10 +316,9 @@ def test_a_server_is_awaited_used_and_ended(tmp_path, monkeypatch, capfd):
 
 def test_a_server_that_was_killed_is_not_called_alive(tmp_path, monkeypatch):
     """The first call that fails may come before its supervisor has ended."""
-    dying = ANSWERING.replace(
-        "200 if", "os.kill(os.getpid(), 9) if self.path == '/die' else 200 if"
-    )
-    stand_in(monkeypatch, dying.replace("import sys", "import os, sys"))
+    kill = "os.kill(os.getpid(), 9) if self.path == '/die' else "
+    dying = ANSWERING.replace("200 if", f"{kill}200 if").replace("import sys", "import os, sys")
+    stand_in(monkeypatch, dying)
 
     async def scenario():
         async with VLLMServer("some/model", tmp_path / "vllm.log") as server:
