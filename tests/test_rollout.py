@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import (
     close,
@@ -269,6 +269,7 @@ logits_or_none = st.floats(-4, 4) | st.just(float("-inf"))
     st.sampled_from([0, 4096]),
     st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8),
 )
+@example([0.0] * 8, 2, 0, [0.45])  # in the second block of four, four fifths of the way through
 def test_a_draw_in_blocks_is_the_draw_from_the_whole_distribution(
     logits, block, undivided, uniform
 ):
