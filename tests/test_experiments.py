@@ -193,6 +193,12 @@ def test_a_run_that_was_broken_off_is_repeated(program):
 # --- the real thing, smaller ----------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def kept_runs(tmp_path_factory):
+    """Experiments share runs, as they do for a user."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -200,14 +206,14 @@ def test_a_run_that_was_broken_off_is_repeated(program):
         for name in page.EXPERIMENTS
     ],
 )
-def test_an_experiment_runs_in_its_quick_form(name, tmp_path):
+def test_an_experiment_runs_in_its_quick_form(name, kept_runs):
     command = [sys.executable, "-m", "experiments", name, "--quick"]
-    environment = os.environ | {"EXPERIMENT_RUNS": str(tmp_path)}
+    environment = os.environ | {"EXPERIMENT_RUNS": str(kept_runs)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "quick"
+    folder = kept_runs / "quick"
     result = json.loads((folder / f"{name}.json").read_text())
     part = page.PART.search((folder / f"{name}.md").read_text())[0]
     assert part == page.result_part(page.load(name), result, name)
