@@ -100,6 +100,14 @@ def join() -> None:
     order_group = dist.new_group(backend="gloo", timeout=ORDER_PATIENCE)
 
 
+def leave() -> None:
+    """Ends this rank's part. No group is left to the interpreter's own end, where gloo's threads
+    outlive what they belong to and abort the process ("terminate called")."""
+    global order_group
+    dist.destroy_process_group()
+    order_group = None
+
+
 @contextmanager
 def leading() -> Iterator[None]:
     """What rank 0 does inside, it may do with the others; at the end they are sent home."""
@@ -117,7 +125,7 @@ def leading() -> Iterator[None]:
                 give([None] * world_size())
         raise
     give([None] * world_size())
-    dist.destroy_process_group()
+    leave()
 
 
 def follow() -> None:
@@ -132,7 +140,7 @@ def follow() -> None:
         ranks = Ranks(replica.model, replica.optimizer, replica.frozen)
         while order := take():
             ranks.obey(*order)
-    dist.destroy_process_group()
+    leave()
 
 
 def give(orders: list) -> Any:
@@ -230,7 +238,7 @@ class Ranks:
             result = function(self, *arguments)
         except BaseException:
             if self.size > 1 and self.number == 0:
-                dist.destroy_process_group()
+                leave()
             raise
         finally:
             self.busy = False
