@@ -193,6 +193,7 @@ words = st.lists(st.sampled_from("ada berg river 1950 norda the of".split()), ma
 
 @given(reply=words, answer=words, more=words)
 def test_overlap_is_the_share_of_the_answers_words_that_a_short_reply_has(reply, answer, more):
+    assume(set(answer) != {"the"})  # nothing but an article, which then is no longer left out
     score = overlap(" ".join(reply), " ".join(answer))
     assert 0 <= score <= 1
     assert overlap(" ".join(reversed(reply)), " ".join(answer).upper() + ".") == score
