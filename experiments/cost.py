@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from config import Config, parse_config
 from experiments.runs import ROOT, Run, run_all
+from experiments.seeds import decide, interval, told
 from tools.plan import (
     DEVICES,
     Device,
@@ -51,7 +52,6 @@ TINA_PRICE = PRICES["l40s"]  # about what the authors paid an hour
 TINA = {"train": 8.0, "evaluate": 1.0, "all experiments": 526.0}  # dollars
 # The criterion, see the page.
 CENT, FACTOR = 0.01, 3.0
-T = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's, 95%, by the number of values
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -142,14 +142,6 @@ def measure(quick: bool, jobs: int) -> dict:
 # --- what it shows --------------------------------------------------------------------------------
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half its 95% interval, by Student's t; one value has none."""
-    if len(values) == 1:
-        return values[0], math.nan
-    half = T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values), half
-
-
 def dollars(result: dict) -> list[float]:
     """Of each measured run."""
     return [run["cpu_seconds"] / 3600 * result["prices"]["core"] for run in result["runs"]]
@@ -181,17 +173,7 @@ def criteria(result: dict) -> dict[str, bool]:
 def verdict(result: dict) -> tuple[str, str]:
     if len(result["runs"]) < 3:
         return "undecided", "Fewer than three seeds."
-    held = criteria(result)
-    failed = [words for words, holds in held.items() if not holds]
-    if failed:
-        kept = [words for words, holds in held.items() if holds]
-        return "disagrees", f"Missed: {'; '.join(failed)}. Kept: {'; '.join(kept)}."
-    return "agrees", f"{'; '.join(held)}."
-
-
-def both(values: list[float], form: str) -> str:
-    mean, half = interval(values)
-    return f"{mean:{form}}" if math.isnan(half) else f"{mean:{form}} ± {half:{form}}"
+    return decide(criteria(result))
 
 
 def table(result: dict) -> str:
@@ -203,7 +185,7 @@ def table(result: dict) -> str:
         "| job | device | FLOPs | device-hours | dollars |",
         "|---|---|---|---|---|",
         f"| `python train.py --rank 8`, measured | one core | {human(total, 'FLOP')} "
-        f"| {both(hours, '.4f')} | {both(dollars(result), '.4f')} |",
+        f"| {told(hours, '.4f')} | {told(dollars(result), '.4f')} |",
     ]
     for row in result["planned"]:
         total = f"{sum(row['flops'].values()) / 1e15:,.0f} PFLOP"
@@ -227,10 +209,10 @@ def table(result: dict) -> str:
         "GPU and hour, and its planned ones are one GPU's work, which two would share. "
         f"Mean ± 95% interval of {len(runs)} seed{'s' * (len(runs) > 1)}.",
         "",
-        f"The default job went from {statistics.mean(before):.3f} to {both(list(after), '.3f')} "
-        f"held out in {both(cpu, '.0f')} core-seconds; planned, without evaluations and start, "
+        f"The default job went from {statistics.mean(before):.3f} to {told(list(after), '.3f')} "
+        f"held out in {told(cpu, '.0f')} core-seconds; planned, without evaluations and start, "
         f"were {plans:.0f} and {human(runs[0]['planned_flops'], 'FLOP')}. A core that reaches 77 "
-        f"GFLOP/s in large products had {both(rates, '.1f')}; {both(sampling, '.0f')} % of a "
+        f"GFLOP/s in large products had {told(rates, '.1f')}; {told(sampling, '.0f')} % of a "
         "step's seconds were sampling.",
     ]
     return "\n".join(lines)
@@ -258,7 +240,7 @@ def draw(result: dict) -> Figure:
         digits = 4 if price < CENT else 2 if price < 1 else 1 if price < 100 else 0
         words = f"${price:.{digits}f}"
         left.annotate(words, (price, place), (4, 0), textcoords="offset points", va="center")
-    if not math.isnan(half):
+    if math.isfinite(half):
         left.errorbar(mean, 0, xerr=min(half, 0.9 * mean), color="black", capsize=3)
     left.set_yticks(range(len(bars)), [words for words, *_ in bars])
     left.invert_yaxis()

@@ -35,6 +35,7 @@ from broadcast import save_adapter
 from chat import load_tokenizer
 from config import Config
 from experiments.runs import ROOT
+from experiments.seeds import decide
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters
 from model import Qwen3
 from rollout import TorchEngine, Trajectory, derive_seed, run_episode
@@ -240,15 +241,8 @@ def verdict(result: dict) -> tuple[str, str]:
     found = ratios(result)
     if not set(FASTER) <= set(found) or len(found[1]["same"]) < 3:
         return "undecided", "Too few adapters or seeds for the criterion."
-    held = criteria(result)
-    failed = [words for words, holds in held.items() if not holds]
-    if failed:
-        kept = [words for words, holds in held.items() if holds]
-        return (
-            "disagrees",
-            f"In the worst seed, missed: {'; '.join(failed)}; kept: {'; '.join(kept)}.",
-        )
-    return "agrees", f"In the worst seed {'; '.join(held)}."
+    word, why = decide(criteria(result))
+    return word, f"In the worst seed: {why}"
 
 
 def spread(values: list[float], form: str) -> str:

@@ -27,6 +27,7 @@ from torch import nn
 from benchmarks.publish import bytes_of, pretend_step, shapes_alone
 from broadcast import publish, read_adapter, retire
 from experiments.runs import ROOT, RUNS
+from experiments.seeds import decide
 from full import load_weights, save_weights
 from lora import LoRAConfig, add_adapter, inject_lora, lora_parameters, remove_adapter
 from model import Qwen3
@@ -182,12 +183,7 @@ def verdict(result: dict) -> tuple[str, str]:
     whole = measured(result, "0.6B", "all weights")
     if whole is None or len(together(whole)) < 3:
         return "undecided", "All weights of the 0.6B were not shipped."
-    held = criteria(result)
-    failed = [words for words, holds in held.items() if not holds]
-    if failed:
-        kept = [words for words, holds in held.items() if holds]
-        return "disagrees", f"Missed: {'; '.join(failed)}. Kept: {'; '.join(kept)}."
-    return "agrees", f"{'; '.join(held)}."
+    return decide(criteria(result))
 
 
 def spread(values: list[float]) -> str:
