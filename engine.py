@@ -194,7 +194,7 @@ class Stream:
     """A request on its way: waiting until it gets a slot, live from then on."""
 
     request: Request
-    prompt: np.ndarray  # (T,) int64
+    prompt: np.ndarray  # (T,) int32
     owner: int  # whose keys and values it may use, see TorchEngine.owners
     seed: int
     limit: int  # new tokens at most, by the request and by the context
@@ -240,7 +240,7 @@ class TorchEngine:
         self.live: list[Stream | None] = [None] * slots
         self.waiting: deque[Stream] = deque()
         # What each slot holds, also when no stream lives in it any more:
-        self.tokens = np.zeros((slots, max_length), np.int64)
+        self.tokens = np.zeros((slots, max_length), np.int32)
         self.lengths = np.zeros(slots, np.int64)  # tokens whose keys and values are cached
         self.owner = np.zeros(slots, np.int64)  # the adapter that computed them
         self.used = np.zeros(slots, np.int64)  # step of the last use: the oldest is evicted first
@@ -367,7 +367,7 @@ class TorchEngine:
         Raises ValueError, before any work, for a request that cannot be served.
         """
         check_request(request, self.model.config.vocab_size, self.max_length)
-        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+        prompt = np.asarray(request.prompt_ids, dtype=np.int32)
         loop = asyncio.get_running_loop()
         idle = self.task is None or self.task.done()
         if not idle and self.task.get_loop() is not loop:
@@ -395,7 +395,12 @@ class TorchEngine:
         try:
             while self.unfinished():
                 self.step()
-                await asyncio.sleep(0)  # episodes run their tools and ask for their next turns
+                # Episodes run their tools and ask for their next turns. Behind a server answer and
+                # request take the loop two rounds each; whoever misses them waits for a step.
+                for _ in range(4):
+                    await asyncio.sleep(0)
+                    if not self.unfinished():
+                        break
         except BaseException as error:
             for stream in self.unfinished():  # nobody may wait for ever
                 if isinstance(error, Exception):
@@ -432,10 +437,11 @@ class TorchEngine:
     def shared_prefix(self, stream: Stream) -> np.ndarray:
         """(slots,): how many first tokens of the prompt each slot has too, cached or not. The
         prompt's last one never counts: it is computed anew for its logits."""
-        T = len(stream.prompt)
-        same = self.tokens[:, :T] == stream.prompt
-        shared = np.where(same.all(axis=1), T - 1, same.argmin(axis=1))
-        return shared * (self.owner == stream.owner)
+        T, shared = len(stream.prompt), np.zeros(self.slots, np.int64)
+        its_own = np.flatnonzero(self.owner == stream.owner)
+        same = self.tokens[its_own, :T] == stream.prompt
+        shared[its_own] = np.where(same.all(axis=1), T - 1, same.argmin(axis=1))
+        return shared
 
     def reenter(self, stream: Stream) -> bool:
         """Lets a conversation's next turn go on in the slot of the turn before.
