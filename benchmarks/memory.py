@@ -99,4 +99,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1])))
     else:
-        main()
+        Path(__file__).with_suffix(".json").write_text(json.dumps(main(), indent=1) + "\n")

@@ -2,8 +2,9 @@
 
     python -m experiments layers
 
-The task is random facts (capacity.py), which ask an adapter for all that it can learn. Once for the
-dense base, and once for a mixture of experts made of it, where the MLPs are four experts a layer.
+Two tasks: random facts (capacity.py), which ask an adapter for all that it can learn, and the
+default job's RL, as short as in rank.py. Each once for the dense base, and once for a mixture of
+experts made of it, where the MLPs are four experts a layer.
 """
 
 from itertools import product
@@ -12,23 +13,24 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from assets.make_tiny_moe import upcycle
-from experiments import capacity
+from experiments import capacity, rank
 from experiments.runs import ROOT, run_all
-from experiments.seeds import told
+from experiments.seeds import interval, told
 from experiments.sweep import SEEDS, Claims, claims_table, judge, of, together, values
 
 MINUTES = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 MOE = "runs/tiny-qwen3-moe"
-# (model, where) -> flags; an adapter of the dense base has 18,000 to 19,500 parameters, one of the
-# mixture 24,600 or 25,100: whole ranks come no closer.
+# (model, where) -> flags; an adapter of the dense base has 17,900 to 19,500 parameters, one of the
+# mixture 24,600 to 28,200: whole ranks come no closer.
 PLACES = {
     ("dense", "attention"): ("--rank", "5", "--target-modules", *ATTENTION),
     ("dense", "MLPs"): ("--rank", "3", "--target-modules", *MLP),
     ("dense", "all"): ("--rank", "2"),
     ("mixture", "attention"): ("--model", MOE, "--rank", "7", "--target-modules", *ATTENTION),
     ("mixture", "experts"): ("--model", MOE, "--rank", "1", "--target-modules", "experts"),
+    ("mixture", "all"): ("--model", MOE, "--rank", "1"),
 }
 MLP_OF = {"dense": "MLPs", "mixture": "experts"}
 COLOURS = {"attention": "#d95f0e", "MLPs": "#3182bd", "experts": "#3182bd", "all": "#636363"}
@@ -38,14 +40,28 @@ RATE = 3e-3
 def measure(quick: bool, jobs: int) -> dict:
     make_mixture()
     cells = list(product(PLACES, SEEDS[:1] if quick else SEEDS))
+    return {"runs": memorised(cells, quick, jobs), "rl": reinforced(cells, quick, jobs)}
+
+
+Cells = list[tuple[tuple[str, str], int]]  # ((model, where), seed)
+
+
+def memorised(cells: Cells, quick: bool, jobs: int) -> list[dict]:
     epochs = 2 if quick else capacity.BATCH_EPOCHS
     lists = (capacity.BATCH_FACTS, epochs, capacity.BATCHES[0])
     commands = [capacity.memorise(PLACES[place], RATE, seed, *lists) for place, seed in cells]
-    runs = [
+    return [
         {"model": model, "where": where, "seed": seed, **capacity.outcome(run)}
         for ((model, where), seed), run in zip(cells, run_all(commands, jobs), strict=True)
     ]
-    return {"runs": runs}
+
+
+def reinforced(cells: Cells, quick: bool, jobs: int) -> list[dict]:
+    commands = [rank.train_flags(PLACES[place], RATE, seed, quick) for place, seed in cells]
+    return [
+        {"model": model, "where": where, "seed": seed, **rank.outcome(run)}
+        for ((model, where), seed), run in zip(cells, run_all(commands, jobs), strict=True)
+    ]
 
 
 def make_mixture() -> None:
@@ -67,6 +83,13 @@ def claims(result: dict) -> Claims:
             judge(gains, low=1.0),
             f"{told(gains, '.2f')} times",
         )
+        rows = of(result["rl"], model=model)
+        ours, theirs = (values(of(rows, where=place), "held_out") for place in (mlp, "attention"))
+        more = [a - b for a, b in zip(ours, theirs, strict=True)]
+        judged[f"{model}: {mlp} end above attention in RL"] = (
+            judge(more, low=0.0),
+            f"by {told(more, '+.3f')}",
+        )
     return judged
 
 
@@ -76,27 +99,32 @@ def verdict(result: dict) -> tuple[str, str]:
 
 def table(result: dict) -> str:
     lines = [
-        "| model | adapted | parameters | facts stored | bits a parameter |",
-        "|---|---|---|---|---|",
+        "| model | adapted | parameters | facts stored | bits a parameter | RL: held out |",
+        "|---|---|---|---|---|---|",
     ]
     for model, where in dict.fromkeys((row["model"], row["where"]) for row in result["runs"]):
         rows = of(result["runs"], model=model, where=where)
         kept, parameters = bits(rows), rows[0]["parameters"]
+        earned = values(of(result["rl"], model=model, where=where), "held_out")
         total = capacity.BATCH_FACTS * capacity.BITS / 1000
         lines.append(
             f"| {model} | {where} | {parameters:,} | {told([b / 1000 for b in kept], '.2f')} of "
-            f"{total:.1f} kbit | {told([b / parameters for b in kept])} |"
+            f"{total:.1f} kbit | {told([b / parameters for b in kept])} | {told(earned)} |"
         )
+    before = max(values(result["rl"], "before"))
     return (
         claims_table(claims(result))
         + "\n".join(lines)
-        + "\n\nIntervals: 95% over seeds (Student's t)."
+        + "\n\nIntervals: 95% over seeds (Student's t). RL: greedy reward on held-out questions, "
+        f"{before:.3f} before training."
     )
 
 
 def draw(result: dict) -> Figure:
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axis, model in zip(figure.subplots(1, 2), MLP_OF, strict=True):
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    *facts, earned = figure.subplots(1, 3)
+    draw_rewards(earned, result["rl"])
+    for axis, model in zip(facts, MLP_OF, strict=True):
         rows = of(result["runs"], model=model)
         total = capacity.BATCH_FACTS * capacity.BITS / 1000
         for where in dict.fromkeys(values(rows, "where")):
@@ -117,3 +145,20 @@ def draw(result: dict) -> Figure:
         axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.91))
         axis.grid(alpha=0.3)
     return figure
+
+
+def draw_rewards(axis, rows: list[dict]) -> None:
+    """Held-out reward after RL by what was adapted: each seed, their mean and its interval."""
+    places = list(dict.fromkeys((row["model"], row["where"]) for row in rows))
+    for place, (model, where) in enumerate(places):
+        earned = values(of(rows, model=model, where=where), "held_out")
+        mean, half = interval(earned)
+        axis.errorbar(place, mean, half if len(earned) > 1 else 0, fmt="o", capsize=4)
+        axis.lines[-1].set_color(COLOURS[where])
+        axis.plot([place] * len(earned), earned, "_", color=COLOURS[where], ms=12)
+    axis.axhline(max(values(rows, "before")), color="gray", ls="--", lw=1, label="before training")
+    names = [f"{model}:\n{where}" for model, where in places]
+    axis.set(xticks=range(len(places)), ylabel="held-out reward", title="RL: seeds, and their 95%")
+    axis.set_xticklabels(names, fontsize=8)
+    axis.legend(fontsize=8, loc="lower right")
+    axis.grid(alpha=0.3)

@@ -2,7 +2,8 @@
 
     python -m experiments learning_rate
 
-The RL runs are those of rank.py's first seed, the supervised ones learn random facts (capacity.py).
+The RL runs are rank.py's and the same with more seeds, the supervised ones learn random facts
+(capacity.py).
 A best rate is the vertex of a parabola over log rate, through the best of the rates tried and its
 neighbours. Why the rank does not matter with scaling alpha / r, and how much it would without,
 shows in the first steps: all r components of an update start in the same direction.
@@ -69,10 +70,19 @@ def supervised(quick: bool, jobs: int) -> tuple[list[dict], list[dict], list[dic
     return sft, scaled, constant
 
 
+def reinforced(quick: bool, jobs: int) -> list[dict]:
+    """Every rate that rank.py tries with its first seed, with all seeds."""
+    first = rank.scout(quick, jobs)
+    start = {method: tuple(rates(of(first, method=method))) for method in methods(first)}
+    seeds, further = (SEEDS[:1], 0) if quick else (SEEDS, FURTHER)
+    rows = sweep(start, rank.commands(quick), rank.outcome, rank.choose, seeds, jobs, further)
+    keep = ("method", "rate", "seed", "held_out")
+    return [{key: row[key] for key in keep} for row in rows]
+
+
 def measure(quick: bool, jobs: int) -> dict:
     sft, scaled, constant = supervised(quick, jobs)
-    keep = ("method", "rate", "seed", "held_out")
-    rl = [{key: row[key] for key in keep} for row in rank.scout(quick, jobs)]
+    rl = reinforced(quick, jobs)
     return {"rl": rl, "sft": sft, "scaled": scaled, "constant": constant}
 
 
@@ -207,7 +217,7 @@ def draw(result: dict) -> Figure:
             points = [(row["rate"], row[key]) for row in mine]
             axis.plot(*zip(*points, strict=True), ".", ms=4, color=rank.COLOURS[method], alpha=0.5)
         axis.set(xscale="log", xlabel="learning rate")
-    rl.set(ylim=(0, 1.02), ylabel="held-out reward", title="RL: the first seed")
+    rl.set(ylim=(0, 1.02), ylabel="held-out reward", title="RL: mean of seeds, and each seed")
     sft.set(yscale="log", ylabel="loss on the facts, nats a token")
     sft.set_title("SFT: mean of seeds, and each seed")
     rl.legend(fontsize=8, loc="lower left")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import readme
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for path in ROOT.glob("*.py")) + sorted((ROOT / "environments").glob("*.py"))
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -315,6 +317,11 @@ def test_the_readme_says_once_where_python_is():
 def test_the_table_of_files_has_every_file_of_the_core():
     rows = re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {path.name for path in ROOT.glob("*.py")} == {row for row in rows if row[-3:] == ".py"}
+
+
+def test_the_table_of_speed_is_that_of_the_result_files():
+    found = readme.TABLE.search((ROOT / "README.md").read_text())
+    assert found and found[0] == readme.table(), "python benchmarks/readme.py"
 
 
 def test_a_name_that_does_not_exist_is_found():
