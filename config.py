@@ -168,7 +168,8 @@ class Config(RunConfig):
     """Steps that a batch's version may be behind the one it trains. 0: sample, then train; 1 or
     more: at the same time, the sampler in a process of its own (pipeline.py)."""
     threads: int = 0
-    """Threads of the trainer's torch; 0 leaves it to torch and OMP_NUM_THREADS."""
+    """Threads of the trainer's torch; 0 leaves it to torch and OMP_NUM_THREADS; where a server of
+    the run's own samples meanwhile on the same CPU, each gets half of the cores."""
     sampler_threads: int = 0
     """The same of a server that the run starts."""
 
@@ -248,6 +249,17 @@ def check_machine(config: RunConfig) -> None:
         if getattr(config, name, 0) > (cores := os.cpu_count() or 1):
             value = getattr(config, name)
             raise ValueError(f"--{name.replace('_', '-')} {value}: this machine has {cores} cores")
+
+
+def threads_of(config: Config) -> tuple[int, int]:
+    """Of trainer and sampler, 0: torch's choice. Where both are at work on the same cores and
+    nothing is said, half for each: threads that wait for one another make steps far slower."""
+    said = config.threads, config.sampler_threads
+    apart = config.vllm_url or config.device != "cpu"
+    if any(said) or apart or not config.max_staleness or "OMP_NUM_THREADS" in os.environ:
+        return said
+    half = max(1, (os.cpu_count() or 1) // 2)
+    return half, half
 
 
 def check_full(config: RunConfig) -> None:

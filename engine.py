@@ -85,7 +85,8 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
             raise ValueError(f"{name}: {wrong[0]!r:.40} is no integer")
     if type(request.temperature) not in (int, float):
         raise ValueError(f"temperature must be a number, not {request.temperature!r:.40}")
-    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    known = range(vocab_size)
+    outside = [token for token in [*prompt, *request.stop_token_ids] if token not in known]
     if not len(prompt):
         raise ValueError("the prompt is empty; sampling needs at least one token")
     if outside:
@@ -97,8 +98,8 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
         )
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-    if not 0 <= request.temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 or positive, not {request.temperature}")
+    if not 0 <= request.temperature <= torch.finfo(torch.float32).max:
+        raise ValueError(f"temperature must be 0 or positive, not {request.temperature!r:.40}")
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -485,21 +486,26 @@ class TorchEngine:
                     # Live requests will end and make room; who came later waits behind.
                     self.waiting.appendleft(stream)
                     break
-            except RuntimeError as error:
+                self.seat(stream, cached)
+            except Exception as error:  # the fault of this request, and no matter of the others
                 stream.future.set_exception(error)
                 continue
-            source = int(cached.argmax())
-            idle = [slot for slot, other in enumerate(self.live) if other is None]
-            target = idle[int(self.used[idle].argmin())]
-            if cached[source]:
-                self.used[source] = self.steps
-                if source != target:
-                    self.cache.copy(source, target, int(cached[source]))
-            self.lengths[target] = cached[source]
-            self.owner[target] = stream.owner
-            self.enter(stream, target)
-            promised[target] = len(stream.prompt)
+            promised[stream.slot] = len(stream.prompt)
         self.waiting.extendleft(reversed(postponed))
+
+    def seat(self, stream: Stream, cached: np.ndarray) -> None:
+        """Gives a stream the idle slot that was used least recently, and what is cached of its
+        prompt, (slots,) tokens in each."""
+        source = int(cached.argmax())
+        idle = [slot for slot, other in enumerate(self.live) if other is None]
+        target = idle[int(self.used[idle].argmin())]
+        if cached[source]:
+            self.used[source] = self.steps
+            if source != target:
+                self.cache.copy(source, target, int(cached[source]))
+        self.lengths[target] = cached[source]
+        self.owner[target] = stream.owner
+        self.enter(stream, target)
 
     def enter(self, stream: Stream, slot: int) -> None:
         request, T = stream.request, len(stream.prompt)

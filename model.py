@@ -204,7 +204,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # the same bits; of a decode step's few rows twice as fast
+        if x.dtype == torch.float32 and not torch.is_grad_enabled():
+            # The same bits, and of a decode step's few rows twice as fast. (In bfloat16 it would
+            # round once where checkpoints were trained with two roundings.)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return Normed.apply(x, self.weight, self.eps)
 
@@ -219,8 +221,12 @@ class Normed(torch.autograd.Function):
     """
 
     @staticmethod
+    def widen(x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
+        wide = Normed.widen(x)
         r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, r)
         return (wide * r).to(x.dtype) * weight
@@ -228,10 +234,10 @@ class Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor):
         x, weight, r = ctx.saved_tensors
-        normed = x.float() * r
+        normed = Normed.widen(x) * r
         over_rows = tuple(range(g.dim() - 1))
         trained = (g * normed).sum(over_rows).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        g = g.float() * weight
+        g = Normed.widen(g) * weight
         along = torch.linalg.vecdot(g, normed)[..., None] / g.shape[-1]  # mean(g w n)
         return g.addcmul_(normed, along, value=-1).mul_(r).to(x.dtype), trained, None
 
@@ -458,13 +464,16 @@ class Qwen3(nn.Module):
                 f"mask {tuple(mask.shape)} must be (S, T-1) of input_ids {tuple(input_ids.shape)}"
             )
         mask = mask.bool()
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        if not mask.numel():
+            return zeros, zeros
         packing = pack(input_ids, mask, self.head_weight.dtype)
         hidden = self.model(packing.ids, packing.positions, packing)  # (W, D)
         hidden = gather(hidden, packing.pair_rows)  # (M, D)
         found = HeadLogprobs.apply(hidden, self.head_weight, packing.pair_targets, temperature)
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
         index = mask.nonzero(as_tuple=True)
-        logprobs, entropy = (zeros.index_put(index, values[packing.pairs]) for values in found)
+        each = (gather(values[:, None], packing.pairs).squeeze(1) for values in found)
+        logprobs, entropy = (zeros.index_put(index, values) for values in each)
         return logprobs, entropy
 
     @torch.no_grad()

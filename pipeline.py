@@ -87,12 +87,14 @@ class Pipeline:
         return self
 
     async def __aexit__(self, *_) -> None:
-        await self.drop()
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join()
-            self.loop.close()
-            self.loop = None
+        try:
+            await self.drop()
+        finally:  # a second Ctrl-C must not leave the thread behind
+            if self.loop is not None:
+                self.loop.call_soon_threadsafe(self.loop.stop)
+                self.thread.join()
+                self.loop.close()
+                self.loop = None
 
 
 async def timed(coroutine: Coroutine) -> tuple[Any, float]:

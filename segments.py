@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from lora import LoRAGrouped, LoRALinear, lora_layers, matrix_shape, use_adapters
 
-PADDING = 2  # rows computed together may be this many times the rows that there are
+PADDING = 2  # rows computed together, idle slots too, may be this many times those there are
 
 
 class Stack:
@@ -146,12 +146,12 @@ class Batch:
         self.matrices = stack.matrices if together else {}
         if not together:
             return
-        # All slots, unless most would be idle: then those that are used are copied out.
+        longest = len(rows[together[-1]])
+        # All slots, unless too many would be idle: then those that are used are copied out.
         slots, self.chosen = list(range(len(stack.slots))), None
-        if len(slots) > PADDING * len(together):
+        if len(slots) * longest > PADDING * total:
             slots = [slot for slot in slots if stack.slots[slot] in together]
             self.chosen = torch.tensor(slots).to(stack.device)
-        longest = len(rows[together[-1]])
         padded, targets, places = [], [], []
         for slot in slots:
             its_rows = rows[stack.slots[slot]] if stack.slots[slot] in together else []

@@ -14,7 +14,7 @@ import torch
 
 from broadcast import load_adapter, read_adapter, save_adapter
 from chat import Tokenizer
-from config import ASSETS, Config, RunConfig
+from config import ASSETS, Config, RunConfig, threads_of
 from distributed import Replica, shard_base, traffic, world_size
 from environments import load_environment
 from environments.judge import Judge
@@ -84,8 +84,8 @@ def check_prompts(tokenizer: Tokenizer, environment, tasks: list, max_length: in
 
 def load_replica(config: Config) -> Replica:
     """load_policy's, started from --init-adapter, with the frozen reference of full fine-tuning."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if threads := threads_of(config)[0]:
+        torch.set_num_threads(threads)
     replica = load_policy(config)
     model, started_from = replica.model, Path(config.output) / "reference"
     if config.init_adapter:

@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 from broadcast import clear, publish, retire
 from chat import Tokenizer, load_tokenizer
-from config import Config, check_config, eval_draws, parse_config, vllm_rank
+from config import Config, check_config, eval_draws, parse_config, threads_of, vllm_rank
 from distributed import LostRank, Ranks, check_ranks, follow, follows, leading, recruit
 from full import check_finite
 from grpo import group_advantages, reward_bits
@@ -281,7 +281,7 @@ async def connect_sampler(trainer: Trainer, stack: AsyncExitStack) -> None:
     if trainer.engine is None:
         settings = {"dtype": config.dtype, "device": config.device}
         settings |= {"slots": config.slots * (config.max_staleness + 1)}
-        settings |= {"max_length": config.max_length, "threads": config.sampler_threads}
+        settings |= {"max_length": config.max_length, "threads": threads_of(config)[1]}
         if config.engine == "vllm":
             settings |= {"versions": config.max_staleness + 2}
             settings |= {"max_lora_rank": vllm_rank(config.rank)}
@@ -394,7 +394,7 @@ async def train_within(config: Config, stack: AsyncExitStack) -> None:
             run.step, run.episodes = step, run.episodes + len(episodes)
             row = {
                 "step": step,
-                "version": episodes[0].version,  # of which both rewards speak
+                "version": episodes[0].version,  # of which reward speaks; eval_reward: of step - 1
                 "reward": rewards_P_G.mean().item(),
                 "eval_reward": eval_reward,
                 **metrics,

@@ -284,6 +284,8 @@ def test_the_base_answers_by_its_own_name_and_only_while_no_adapter_lives(serve,
         ({"prompt_ids": [1.7, 2]}, "prompt_ids: 1.7 is no integer"),
         ({"stop_token_ids": (1.0,)}, "stop_token_ids: 1.0 is no integer"),
         ({"seed": 1.5}, "seed: 1.5 is no integer"),
+        ({"temperature": 10**400}, "temperature must be"),
+        ({"stop_token_ids": (2**70,)}, "token id 1180591620717411303424 is outside"),
     ],
 )
 def test_what_no_engine_serves_is_refused_as_the_embedded_one_refuses_it(pair, changes, message):

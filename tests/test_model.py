@@ -279,6 +279,29 @@ def test_no_tensor_with_a_row_of_logits_is_kept_for_the_backward_pass(everything
     assert all(t.data_ptr() == model.head_weight.data_ptr() for t in wide)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@given(config=tiny_configs(), seed=st.integers(0, 99))
+def test_a_pass_with_gradient_and_one_without_give_the_same_bits(dtype, config, seed):
+    """The policy is scored with gradient, its reference without: at B = 0 they are one model."""
+    model = tiny_model(config, seed).to(dtype).requires_grad_(True)
+    ids = tiny_tokens(config, 3, 7, seed)
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    with_gradient, _ = model.token_logprobs(ids, mask)
+    with_gradient.sum().backward()
+    with torch.no_grad():
+        without, _ = model.token_logprobs(ids, mask)
+    assert torch.equal(with_gradient, without)
+
+
+@pytest.mark.parametrize(("S", "T"), [(0, 5), (3, 1)])
+def test_where_no_token_has_a_past_there_are_no_logprobs(S, T):
+    config = tiny_config()
+    logprobs, entropy = tiny_model(config).token_logprobs(
+        tiny_tokens(config, S, T), torch.ones(S, T - 1, dtype=torch.bool)
+    )
+    assert logprobs.shape == entropy.shape == (S, T - 1)
+
+
 @pytest.mark.parametrize("everything", [False, True])
 def test_logits_are_made_a_block_at_a_time_forwards_and_backwards(everything):
     config = tiny_config(vocab_size=997)

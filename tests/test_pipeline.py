@@ -42,7 +42,7 @@ from tiny import close, randomise_adapter, tiny_config, tiny_model, tiny_tokens
 import broadcast
 import train
 from broadcast import save_adapter
-from config import Config, to_toml
+from config import Config, threads_of, to_toml
 from engine import Request, TorchEngine
 from lora import LoRAConfig, inject_lora, lora_parameters
 from model import Qwen3
@@ -339,6 +339,43 @@ def test_a_stale_run_that_is_cut_short_goes_on_without_gap_or_repetition(
     names = [name for server in in_thread for name, _ in server.names]
     assert len(set(names)) == len(names) == 3 + 5  # 0, 1, 2 and then 2 to 6
     assert [path.name for path in live_versions(output)] == ["v000006"]
+
+
+def test_a_pipeline_that_is_cancelled_twice_leaves_no_thread():
+    async def play(batch):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)  # a request that takes its time to be aborted
+
+    async def interrupted():
+        async with Pipeline(1) as pipeline:
+            task, loop = asyncio.current_task(), asyncio.get_running_loop()
+            loop.call_later(0.05, task.cancel)
+            loop.call_later(0.15, task.cancel)
+            await pipeline.take(0, 9, play)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    assert "sampler" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "half"),
+    [
+        ({"max_staleness": 1}, True),
+        ({}, False),
+        ({"max_staleness": 1, "threads": 1}, False),
+        ({"max_staleness": 1, "engine": "vllm", "vllm_url": ("http://127.0.0.1:1",)}, False),
+    ],
+)
+def test_trainer_and_its_server_share_the_cores(monkeypatch, flags, half):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    config = Config(**flags)
+    assert threads_of(config) == ((4, 4) if half else (config.threads, config.sampler_threads))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_of(config) == (config.threads, config.sampler_threads)
 
 
 def test_a_second_signal_costs_nothing_that_the_first_would_have_kept(

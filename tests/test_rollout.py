@@ -584,6 +584,27 @@ def test_one_event_loop_at_a_time(published):
     loop.close(), other.close()
 
 
+def test_what_goes_wrong_when_a_request_is_seated_is_its_own_matter(published, monkeypatch):
+    engine = make_engine(published)
+    seat = TorchEngine.seat
+
+    def fails_once(self, stream, cached):
+        if stream.request.seed == 1:
+            raise OverflowError("of this request")
+        seat(self, stream, cached)
+
+    monkeypatch.setattr(TorchEngine, "seat", fails_once)
+
+    async def scenario():
+        requests = [Request([1, 2], 9, seed=seed) for seed in range(3)]
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+    first, second, third = asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert isinstance(second, OverflowError)
+    for seed, completion in ((0, first), (2, third)):
+        check(engine.model, Request([1, 2], 9, seed=seed), completion)
+
+
 def test_removing_adapters_is_refused_while_they_are_needed(published):
     engine = make_engine(published, slots=1)
 

@@ -140,6 +140,17 @@ def test_padding_never_costs_more_than_it_saves(lengths, computed, alone):
     assert computed is None or len(batch.rows) == computed
 
 
+def test_idle_slots_of_a_stack_count_as_padding():
+    model = tiny_model()
+    for i, name in enumerate("abcdefgh"):
+        lora = LoRAConfig(rank=2, target_modules=("q_proj",))
+        add_adapter(model, name, lora, random_adapter(model, lora, i))
+    stack = Stack(model, torch.float32, torch.device("cpu"))
+    stack.hold("abcdefgh")
+    names = [*"abc", "d", "d"]  # all eight slots, padded to two rows, would be 16 for 5
+    assert len(Batch(stack, names).rows) == 8
+
+
 def test_the_stack_changes_only_with_the_adapters_and_by_one_slot_each(monkeypatch):
     model = tiny_model()
     loras = {name: LoRAConfig(rank=2, target_modules=("q_proj",)) for name in "abcdefg"}
