@@ -13,6 +13,8 @@ version up to k = --max-staleness steps older than the one that it trains; k = 0
 The one rule: when the trainer asks for batch b, version b is the newest, so every batch up to b + k
 that is not under way starts now, with version b, and keeps it from its first turn to its last. Then
 the trainer waits for batch b. So staleness is at most k, by construction; the trainer asserts it.
+(Drawn one after another, batches under way in fact share the sampler: the next one fills the rows
+that the last episodes of the one before leave empty.)
 
 With k > 0 the sampler is a server in another process, and its client lives here, in a thread with
 an event loop of its own: torch releases Python's lock in its kernels, so turns are answered and
