@@ -177,7 +177,7 @@ class Config(RunConfig):
     """Only answer the held-out questions, by the base or --init-adapter, and stop."""
     plan: bool = False
     """Only print what the run will need, from the shapes alone: memory, FLOPs, bytes, hours."""
-    plan_device: Literal["h200", "a100", "4090", "cpu2"] = "h200"
+    plan_device: Literal["h200", "a100", "l40s", "4090", "cpu2"] = "h200"
     """Device that --plan estimates for."""
     profile: int = 0
     """Time the first so many steps; where it went is printed and kept as profile.md (timing.py)."""

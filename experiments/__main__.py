@@ -3,8 +3,12 @@
 python -m experiments                    list them
 python -m experiments rank               run one: result file, figure and page again
 python -m experiments rank --quick       a minute or two: the same code on less; nothing committed
-python -m experiments all                the whole gallery, under two hours on two cores
+python -m experiments all                the whole gallery, under two hours on two cores, and the
+                                         README's table of it
 python -m experiments rank --draw        page and figure again, from the committed result file
+python -m experiments cost --price core=0.05 --price l40s=1.2
+                                         at these dollars an hour; with --draw without new runs;
+                                         nothing committed
 python -m experiments --gallery          the README's gallery again, from the committed result files
 """
 
@@ -27,7 +31,7 @@ def list_them() -> None:
 def carry_out(name: str, options: argparse.Namespace) -> None:
     """Runs (or with --draw reads) one, writes its files, prints what it found."""
     module, begun = page.load(name), time.monotonic()
-    folder = RUNS / "quick" if options.quick else page.HERE
+    folder = RUNS / "quick" if options.quick else RUNS / "priced" if options.price else page.HERE
     folder.mkdir(parents=True, exist_ok=True)
     if options.draw:
         result = page.committed(name)
@@ -35,6 +39,8 @@ def carry_out(name: str, options: argparse.Namespace) -> None:
             return print(f"{name} was not run: python -m experiments {name}")
     else:
         result = module.measure(options.quick, options.jobs)
+    if options.price:
+        result["prices"] |= options.price
     page.write(name, result, folder)
     word, why = module.verdict(result)
     less = " (of a quick run, which is less than the criterion asks for)" if options.quick else ""
@@ -42,7 +48,7 @@ def carry_out(name: str, options: argparse.Namespace) -> None:
     print(f"{os.path.relpath(folder / name)}.md, .json, .png; {time.monotonic() - begun:.0f} s")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m experiments",
         description=__doc__,
@@ -53,14 +59,31 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="from the committed result file")
     parser.add_argument("--gallery", action="store_true", help="write the README's gallery")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, a thread each")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--price", action="append", default=[], metavar="DEVICE=DOLLARS", help="an hour's, for cost"
+    )
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: one run at a time is the least")
+    if options.price and options.name != "cost":
+        parser.error("--price is for the experiment cost alone")
+    if options.price:
+        try:
+            options.price = page.load("cost").read_prices(options.price)
+        except ValueError as error:
+            parser.error(str(error))
     if options.quick and options.draw:
         parser.error("--draw draws what is committed, and --quick commits nothing")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no run is left behind
     if options.name:
         for name in page.EXPERIMENTS if options.name == "all" else [options.name]:
-            carry_out(name, options)
-    if options.gallery:
+            try:
+                carry_out(name, options)
+            except page.CannotRun as why:
+                if options.name != "all":
+                    sys.exit(f"{name}: {why}")
+                print(f"{name}: left as it is. {why}")
+    if options.gallery or options.name == "all" and not options.quick:
         page.write_gallery()
     elif not options.name:
         list_them()

@@ -7,8 +7,9 @@ A fact is a person and WORDS words drawn for them at random, so that nothing but
     Ada Adler ──► LarchSlateHollyMuraEmberVioletRobinVoltaCopperVoltaEagleLinden...
 
 `sft.py` learns a list of facts, and what it has stored is the list's entropy less what the model
-still has to be told, its loss on that list. Lists of one size meet adapters of several ranks (which
-of them fill up?), and one adapter and full fine-tuning meet a list in batches of several sizes.
+still has to be told, its loss on that list. Lists of one size meet adapters of several ranks (how
+much more does twice the rank store?), and one adapter and full fine-tuning meet a list in batches
+of two sizes.
 """
 
 import json
@@ -45,11 +46,14 @@ BITS = WORDS * math.log2(len(CHOICES))  # of a fact
 TOKENS = WORDS + 1  # that carry loss: the words and the end of the turn
 
 FACTS, BATCH = 128, 32
-RANKS, RATE, EPOCHS = (1, 2, 4), 3e-3, 60  # to fill them up
+RANKS, RATE, EPOCHS = (1, 2, 4), 3e-3, 60  # on all facts
 BATCHES, BATCH_FACTS, BATCH_EPOCHS = (8, 32), 64, 16  # facts a step, of so many
 BATCH_RATES = {"rank 8": (3e-3, 1e-2), "full": (1e-3, 3e-3)}
 GROWTH = 1.5  # in bits, by twice the rank
 choose = lowest("loss")
+# Of a run that a non-finite number has stopped, nats a token: no better than guessing any token.
+VOCABULARY = json.loads((ROOT / "assets" / "tiny-qwen3" / "config.json").read_text())["vocab_size"]
+STOPPED = round(math.log(VOCABULARY), 5)
 
 
 def write_facts(number: int, seed: int) -> str:
@@ -81,12 +85,19 @@ def stored(loss: float, facts: int) -> float:
     return max(0.0, facts * (BITS - loss * TOKENS / math.log(2)))
 
 
+def loss_after(run: Run) -> float:
+    return round(run.summary["loss_after"], 5) if run.summary else STOPPED
+
+
 def outcome(run: Run) -> dict:
-    """What the result file keeps: the loss on all facts after training, and by epochs during it."""
+    """What the result file keeps: the loss on all facts after training, and by epochs during it.
+    A run that was stopped has 0 parameters, which stands for not known, and no epochs."""
+    if not run.summary:
+        return {"loss": STOPPED, "parameters": 0, "epochs": []}
     losses = [row["loss"] for row in run.rows]
     each = round(1 / run.rows[0]["epoch"])  # steps an epoch
     return {
-        "loss": round(run.summary["loss_after"], 5),
+        "loss": loss_after(run),
         "parameters": run.summary["adapter_parameters"] or run.summary["base_parameters"],
         "epochs": [round(fmean(losses[i : i + each]), 4) for i in range(0, len(losses), each)],
     }
@@ -137,9 +148,7 @@ def in_batches(
 def rewarded(quick: bool, jobs: int) -> list[float]:
     """Bits that the rewards of RL runs at rank 1 carried, those of rank.py."""
     _, groups, group_size = rank.length(quick)
-    rate = rank.choose(of(rank.scout(quick, jobs), method="rank 1"))
-    cells = [("rank 1", rate, seed) for seed in (SEEDS[:1] if quick else SEEDS)]
-    rows = rows_of(cells, rank.commands(quick), rank.outcome, jobs)
+    rows = rank.at_best(rank.swept(quick, jobs), "rank 1")
     return [round(rank.bits(row, groups * group_size), 1) for row in rows]
 
 
@@ -158,11 +167,22 @@ def bits_of(rows: list[dict], facts: int) -> list[float]:
     return [stored(row["loss"], facts) for row in rows]
 
 
+def curves(rows: list[dict]) -> list[list[float]]:
+    """Losses by epochs, of the runs that were not stopped."""
+    return [row["epochs"] for row in rows if row["epochs"]]
+
+
+def parameters_of(rows: list[dict]) -> int:
+    """Of the same adapter in several runs; 1 if all were stopped."""
+    return max(*values(rows, "parameters"), 1)
+
+
 def still_growing(rows: list[dict], facts: int) -> float:
     """Share of what is stored that the last quarter of the training added, by its epochs' losses:
     near 0 for an adapter that is full."""
-    curves = [[stored(loss, facts) for loss in row["epochs"]] for row in rows]
-    return fmean(1 - curve[3 * len(curve) // 4 - 1] / max(curve[-1], 1.0) for curve in curves)
+    kept = [[stored(loss, facts) for loss in losses] for losses in curves(rows)]
+    shares = [1 - curve[3 * len(curve) // 4 - 1] / max(curve[-1], 1.0) for curve in kept]
+    return fmean(shares) if shares else math.nan
 
 
 def batch_gaps(result: dict) -> dict[int, list[float]]:
@@ -185,23 +205,16 @@ def claims(result: dict) -> Claims:
     facts, filled = result["facts"], result["filled"]
     ranks = sorted({row["rank"] for row in filled})
     by_rank = {r: bits_of(of(filled, rank=r), facts) for r in ranks}
-    parameters = {r: of(filled, rank=r)[0]["parameters"] for r in ranks}
-    most = max(ranks, key=lambda r: fmean(by_rank[r]) / parameters[r])
-    densest = [bits / parameters[most] for bits in by_rank[most]]
     doubled = [b / max(a, 1.0) for a, b in zip(by_rank[ranks[0]], by_rank[ranks[1]], strict=True)]
     asked = [a / max(b, 1.0) for a, b in zip(result["rl_bits"], by_rank[ranks[0]], strict=True)]
     gaps = batch_gaps(result)
     widening = [b - a for a, b in zip(gaps[min(gaps)], gaps[max(gaps)], strict=True)]
     return {
-        "no rank holds 2 bits a parameter": (
-            judge(densest, high=rank.HELD),
-            f"rank {most} holds most: {told(densest, '.2f')}",
-        ),
-        f"rank {ranks[1]} holds over {GROWTH} times what rank {ranks[0]} does": (
+        f"rank {ranks[1]} stores over {GROWTH} times what rank {ranks[0]} does": (
             judge(doubled, low=GROWTH),
             told(doubled, ".2f"),
         ),
-        "RL asks rank 1 for less than a quarter of what it holds": (
+        "RL asks rank 1 for less than a quarter of what it stored": (
             judge(asked, high=0.25),
             told(asked, ".2f"),
         ),
@@ -225,7 +238,7 @@ def table(result: dict) -> str:
     ]
     for r in sorted({row["rank"] for row in result["filled"]}):
         rows = of(result["filled"], rank=r)
-        kept, parameters = bits_of(rows, facts), rows[0]["parameters"]
+        kept, parameters = bits_of(rows, facts), parameters_of(rows)
         lines.append(
             f"| {r} | {parameters:,} | {told([bits / 1000 for bits in kept], '.2f')} kbit | "
             f"{told([bits / parameters for bits in kept])} | {still_growing(rows, facts):.1%} |"
@@ -247,30 +260,31 @@ def table(result: dict) -> str:
     return (
         claims_table(claims(result))
         + "\n".join(lines)
-        + ("\n\nIntervals: 95% over seeds (Student's t). Every batch size has the same epochs.")
+        + "\n\nIntervals: 95% over seeds (Student's t), each with a list of facts of its own. Bits "
+        "are lower bounds of what an adapter can hold. Every batch size has the same epochs."
     )
 
 
 def draw(result: dict) -> Figure:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
-    curves, densities, batches = figure.subplots(1, 3, width_ratios=(1.4, 1, 1))
+    learning, densities, batches = figure.subplots(1, 3, width_ratios=(1.4, 1, 1))
     facts, colours = result["facts"], ("#08519c", "#4292c6", "#35978f", "#2ca25f")
     total = facts * BITS / 1000
     ranks = sorted({row["rank"] for row in result["filled"]})
     for r, colour in zip(ranks, colours, strict=False):
         rows = of(result["filled"], rank=r)
-        means = [fmean(losses) for losses in zip(*values(rows, "epochs"), strict=True)]
+        means = [fmean(losses) for losses in zip(*curves(rows), strict=True)]
         kept = [stored(loss, facts) / 1000 for loss in means]
-        curves.plot(range(1, len(kept) + 1), kept, color=colour, lw=2, label=f"rank {r}")
-        mean, half = interval([b / rows[0]["parameters"] for b in bits_of(rows, facts)])
+        learning.plot(range(1, len(kept) + 1), kept, color=colour, lw=2, label=f"rank {r}")
+        mean, half = interval([b / parameters_of(rows) for b in bits_of(rows, facts)])
         densities.bar(f"{r}", mean, color=colour, yerr=min(half, mean), capsize=4)
     carried = fmean(result["rl_bits"])
-    curves.axhline(total, color="gray", ls="--", lw=1, label="all facts")
-    curves.axhline(carried / 1000, color="black", ls=":", lw=1.5, label="rewards of an RL run")
-    curves.set(xlabel="epoch", ylabel="kbit stored", title="facts learned by each rank")
-    curves.set(ylim=(0, 1.08 * total))
-    curves.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.91))
-    first = of(result["filled"], rank=ranks[0])[0]["parameters"]
+    learning.axhline(total, color="gray", ls="--", lw=1, label="all facts")
+    learning.axhline(carried / 1000, color="black", ls=":", lw=1.5, label="rewards of an RL run")
+    learning.set(xlabel="epoch", ylabel="kbit stored", title="facts learned by each rank")
+    learning.set(ylim=(0, 1.08 * total))
+    learning.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.91))
+    first = parameters_of(of(result["filled"], rank=ranks[0]))
     densities.bar("RL\n(rank 1)", carried / first, color="black")
     densities.set(xlabel="rank", title="bits a parameter, 95% over seeds")
     for method, colour in (("full", "#d95f0e"), ("rank 8", "#2ca25f")):
@@ -287,6 +301,6 @@ def draw(result: dict) -> Figure:
     batches.minorticks_off()
     batches.set(ylabel="loss on the facts, nats a token", title="after the same epochs")
     batches.legend(fontsize=8)
-    for axis in (curves, densities, batches):
+    for axis in (learning, densities, batches):
         axis.grid(alpha=0.3)
     return figure

@@ -2,6 +2,7 @@
 planned, beside what Tina's authors paid.
 
     python -m experiments cost
+    python -m experiments cost --draw --price core=0.05 --price l40s=1.2
 
 Measured: processor seconds of `python train.py --rank 8` from start to exit, three seeds, and the
 FLOPs of the tokens that it sampled and trained on, by the planner's formulas (tools/plan.py, which
@@ -20,10 +21,9 @@ from matplotlib.figure import Figure
 
 from config import Config, parse_config
 from experiments.runs import ROOT, Run, run_all
-from experiments.seeds import decide, interval, told
+from experiments.seeds import NOTE, decide, interval, told
 from tools.plan import (
     DEVICES,
-    Device,
     adapter_of,
     human,
     model_shapes,
@@ -37,9 +37,8 @@ from tools.plan import (
 MINUTES = 5
 SEEDS = (0, 1, 2)
 QUICK = "--steps 2 --groups 4 --group-size 4 --eval-size 8".split()
-# What Tina used (arXiv 2504.15777): its price, its GPU, of which one is planned and two were used.
-L40S = Device("one L40S, 48 GB", 362e12, 864e9, 48e9)
-PRICES = {"core": 0.05, "l40s": 1.00, "4090": 0.40, "a100": 1.80, "h200": 3.50}  # dollars an hour
+# Dollars an hour. Tina (arXiv 2504.15777) used L40S, of which one is planned and two were used.
+PRICES = {"core": 0.05, "l40s": 1.00, "4090": 0.40, "a100": 1.80, "h200": 3.50}
 # (configuration, device, how many of them are rented): moe.toml leaves one to vLLM
 PLANNED = (
     ("qwen3_0.6b", "4090", 1),
@@ -115,7 +114,7 @@ def planned_core_seconds(config: Config) -> float:
 
 def planned(name: str, device: str, number: int) -> dict:
     config = parse_config(["--config", str(ROOT / "configs" / f"{name}.toml")])
-    seconds = step_seconds(config, L40S if device == "l40s" else DEVICES[device])
+    seconds = step_seconds(config, DEVICES[device])
     flops = {part: config.steps * value for part, value in step_flops(config).items()}
     return {
         "config": name,
@@ -131,12 +130,29 @@ def planned(name: str, device: str, number: int) -> dict:
 def measure(quick: bool, jobs: int) -> dict:
     seeds = SEEDS[:1] if quick else SEEDS
     flags = QUICK if quick else []
-    runs = run_all([("train.py", "--rank", "8", "--seed", f"{s}", *flags) for s in seeds], jobs)
+    commands = [("train.py", "--rank", "8", "--seed", f"{s}", *flags) for s in seeds]
+    runs = run_all(commands, jobs, fresh=True)  # old ones have seconds of older code
     return {
         "prices": PRICES,
         "runs": [measured(run, seed) for run, seed in zip(runs, seeds, strict=True)],
         "planned": [planned(*job) for job in PLANNED],
     }
+
+
+def read_prices(given: list[str]) -> dict[str, float]:
+    """Of "l40s=1.2": {"l40s": 1.2}. ValueError for an unknown device, or no price."""
+    prices = {}
+    for words in given:
+        device, _, price = words.partition("=")
+        if device not in PRICES:
+            raise ValueError(f"--price {words}: {device} is none of {', '.join(PRICES)}")
+        try:
+            prices[device] = float(price)
+        except ValueError:
+            raise ValueError(f"--price {words}: is not {device}=DOLLARS") from None
+        if not 0 <= prices[device] < math.inf:
+            raise ValueError(f"--price {words}: is no price")
+    return prices
 
 
 # --- what it shows --------------------------------------------------------------------------------
@@ -207,7 +223,7 @@ def table(result: dict) -> str:
         "",
         f"Assumed prices, dollars an hour: {named}; Tina's hours are its dollars at one dollar a "
         "GPU and hour, and its planned ones are one GPU's work, which two would share. "
-        f"Mean ± 95% interval of {len(runs)} seed{'s' * (len(runs) > 1)}.",
+        f"{len(runs)} seed{'s' * (len(runs) > 1)}. {NOTE}",
         "",
         f"The default job went from {statistics.mean(before):.3f} to {told(list(after), '.3f')} "
         f"held out in {told(cpu, '.0f')} core-seconds; planned, without evaluations and start, "

@@ -1,6 +1,6 @@
 """Two runs share one server, one of them is killed halfway, and the other notices nothing.
 
-    python -m experiments fleet            experiments/fleet.json, .md and .png; under 3 minutes
+    python -m experiments fleet            experiments/fleet.json, .md and .png; 6 minutes
 
           run a, seed 0 ──┐    names a-1-0, a-1-1, ...    ┌─ one base, one cache, one batch:
                           ├──► tools/serve.py ────────────┤  rows of a and rows of b, each with
@@ -9,6 +9,8 @@
 First run a has the server for itself, then both share it until b has done half of its steps. What a
 samples depends on its own adapter and seeds; its neighbours in a batch change logprobs by rounding
 (1e-6), so its steps are the same ones unless a draw falls that close to a boundary.
+
+A demonstration and no statistics: one pair of runs, one death.
 """
 
 import json
@@ -158,7 +160,7 @@ def verdict(result: dict) -> tuple[str, str]:
         return "disagrees", f"Not so: {'; '.join(failed)}."
     why = (
         f"Of a's {result['steps']} steps the first {result['equal_steps']} have the same reward "
-        f"and as many tokens as alone, the adapters differ by at most "
+        f"and number of tokens as alone, the adapters differ by at most "
         f"{result['adapter_difference']:.0e}, and when b died the server offered "
         f"{len(result['when_b_died']['served'])} adapters."
     )

@@ -5,8 +5,14 @@
 Two tasks: random facts (capacity.py), which ask an adapter for all that it can learn, and the
 default job's RL, as short as in rank.py. Each once for the dense base, and once for a mixture of
 experts made of it, where the MLPs are four experts a layer.
+
+Bits are compared by the logarithm of their ratio, seed by seed: twice and half are equally far from
+equal, and its interval is that of a factor. Rewards are compared by their difference.
 """
 
+import math
+import os
+import shutil
 from itertools import product
 from statistics import fmean
 
@@ -14,14 +20,15 @@ from matplotlib.figure import Figure
 
 from assets.make_tiny_moe import upcycle
 from experiments import capacity, rank
-from experiments.runs import ROOT, run_all
-from experiments.seeds import interval, told
+from experiments.runs import ROOT, RUNS, run_all
+from experiments.seeds import NOTE, interval, times, told
 from experiments.sweep import SEEDS, Claims, claims_table, judge, of, together, values
 
 MINUTES = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-MOE = "runs/tiny-qwen3-moe"
+MIXTURE = RUNS / "tiny-qwen3-moe"
+MOE = os.path.relpath(MIXTURE, ROOT)
 # (model, where) -> flags; an adapter of the dense base has 17,900 to 19,500 parameters, one of the
 # mixture 24,600 to 28,200: whole ranks come no closer.
 PLACES = {
@@ -35,6 +42,7 @@ PLACES = {
 MLP_OF = {"dense": "MLPs", "mixture": "experts"}
 COLOURS = {"attention": "#d95f0e", "MLPs": "#3182bd", "experts": "#3182bd", "all": "#636363"}
 RATE = 3e-3
+ADDS = math.log10(1.25)  # more bits than the MLPs store alone, that attention may add to them
 
 
 def measure(quick: bool, jobs: int) -> dict:
@@ -65,23 +73,33 @@ def reinforced(cells: Cells, quick: bool, jobs: int) -> list[dict]:
 
 
 def make_mixture() -> None:
-    if not (ROOT / MOE).is_dir():
-        upcycle(ROOT / "assets" / "tiny-qwen3", ROOT / MOE, 4, 2, seed=0)
+    """Always anew, in a second, and always the same: never what somebody else has left there."""
+    shutil.rmtree(MIXTURE, ignore_errors=True)
+    upcycle(ROOT / "assets" / "tiny-qwen3", MIXTURE, 4, 2, seed=0)
 
 
 def bits(rows: list[dict]) -> list[float]:
     return capacity.bits_of(rows, capacity.BATCH_FACTS)
 
 
+def log_ratios(rows: list[dict], where: str, other: str) -> list[float]:
+    """log10 of how many times the bits of another choice one stores, by seed; a bit at least."""
+    ours, theirs = (bits(of(rows, where=place)) for place in (where, other))
+    return [math.log10(max(a, 1.0) / max(b, 1.0)) for a, b in zip(ours, theirs, strict=True)]
+
+
 def claims(result: dict) -> Claims:
     judged = {}
     for model, mlp in MLP_OF.items():
         rows = of(result["runs"], model=model)
-        ours, theirs = of(rows, where=mlp), of(rows, where="attention")
-        gains = [a / max(b, 1.0) for a, b in zip(bits(ours), bits(theirs), strict=True)]
-        judged[f"{model}: {mlp} hold more facts than attention"] = (
-            judge(gains, low=1.0),
-            f"{told(gains, '.2f')} times",
+        more, added = log_ratios(rows, mlp, "attention"), log_ratios(rows, "all", mlp)
+        judged[f"{model}: {mlp} store more facts than attention"] = (
+            judge(more, low=0.0),
+            f"{times(more)} times",
+        )
+        judged[f"{model}: attention adds less than a quarter to what {mlp} store"] = (
+            judge(added, high=ADDS),
+            f"all store {times(added)} times as much",
         )
         rows = of(result["rl"], model=model)
         ours, theirs = (values(of(rows, where=place), "held_out") for place in (mlp, "attention"))
@@ -104,7 +122,7 @@ def table(result: dict) -> str:
     ]
     for model, where in dict.fromkeys((row["model"], row["where"]) for row in result["runs"]):
         rows = of(result["runs"], model=model, where=where)
-        kept, parameters = bits(rows), rows[0]["parameters"]
+        kept, parameters = bits(rows), capacity.parameters_of(rows)
         earned = values(of(result["rl"], model=model, where=where), "held_out")
         total = capacity.BATCH_FACTS * capacity.BITS / 1000
         lines.append(
@@ -115,7 +133,7 @@ def table(result: dict) -> str:
     return (
         claims_table(claims(result))
         + "\n".join(lines)
-        + "\n\nIntervals: 95% over seeds (Student's t). RL: greedy reward on held-out questions, "
+        + f"\n\n{NOTE} Facts are each seed's own. RL: greedy reward on held-out questions, "
         f"{before:.3f} before training."
     )
 
@@ -130,12 +148,12 @@ def draw(result: dict) -> Figure:
         for where in dict.fromkeys(values(rows, "where")):
             mine, colour = of(rows, where=where), COLOURS[where]
             seeds = [
-                [capacity.stored(loss, capacity.BATCH_FACTS) / 1000 for loss in row["epochs"]]
-                for row in mine
+                [capacity.stored(loss, capacity.BATCH_FACTS) / 1000 for loss in losses]
+                for losses in capacity.curves(mine)
             ]
-            epochs = range(1, len(seeds[0]) + 1)
             means = [fmean(at_epoch) for at_epoch in zip(*seeds, strict=True)]
-            label = f"{where}: {mine[0]['parameters']:,} parameters"
+            epochs = range(1, len(means) + 1)
+            label = f"{where}: {capacity.parameters_of(mine):,} parameters"
             axis.plot(epochs, means, color=colour, lw=2, label=label)
             low, high = (list(map(edge, zip(*seeds, strict=True))) for edge in (min, max))
             axis.fill_between(epochs, low, high, color=colour, alpha=0.15, lw=0)

@@ -2,14 +2,19 @@
 
     python -m experiments learning_rate
 
-The RL runs are rank.py's and the same with more seeds, the supervised ones learn random facts
-(capacity.py).
-A best rate is the vertex of a parabola over log rate, through the best of the rates tried and its
-neighbours. Why the rank does not matter with scaling alpha / r, and how much it would without,
-shows in the first steps: all r components of an update start in the same direction.
+    cost  │ ╲           best rate = vertex of the parabola over log rate through the
+          │  ╲      ╱   lowest mean cost and its neighbours; at an edge of what was
+          │   •╌v╌•     tried it is not known
+          └────────────► log rate
+
+Cost is log10 of the loss in SFT, in RL of the reward that is missed, at least half a question's.
+The RL runs are rank.py's; the supervised ones learn random facts (capacity.py). Why the rank does
+not matter with scaling alpha / r, and how much it would without, shows in the first steps: all r
+components of an update start in the same direction.
 """
 
 import math
+from collections.abc import Callable
 from statistics import fmean
 
 import numpy as np
@@ -17,7 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import capacity, rank
 from experiments.runs import Run
-from experiments.seeds import interval
+from experiments.seeds import NOTE, interval, times
 from experiments.sweep import (
     FURTHER,
     SEEDS,
@@ -38,7 +43,8 @@ from experiments.sweep import (
 
 MINUTES = 5  # beside rank.py's, which are shared
 ABOUT_TEN = (0.5, 1.5)  # log10: a factor between 3.2 and 32
-WITHIN_TWO = (-1.0, 1.0)  # log2
+WITHIN_TWO = (-math.log10(2), math.log10(2))
+LEAST_MISSED = 0.5 / rank.QUESTIONS  # half a question
 EARLY = slice(1, 12)  # steps, after the first, at which nothing has been learned yet
 EARLY_RATE, ALIKE = 3e-3, 0.1  # share of what was learned by which ranks may differ early on
 RATES = {"rank 8": (3e-3, 1e-2), "full": (1e-3, 3e-3)}
@@ -53,7 +59,8 @@ def learn(method: str, rate: float, seed: int, quick: bool, *more: str) -> tuple
 def outcome(run: Run) -> dict:
     """What the result file keeps: the loss on all facts after training, and of the first steps."""
     losses = [round(row["loss"], 4) for row in run.rows[: EARLY.stop]]
-    return {"loss": round(run.summary["loss_after"], 5), "losses": losses}
+    losses += [capacity.STOPPED] * (EARLY.stop - len(losses))
+    return {"loss": capacity.loss_after(run), "losses": losses}
 
 
 def supervised(quick: bool, jobs: int) -> tuple[list[dict], list[dict], list[dict]]:
@@ -71,13 +78,9 @@ def supervised(quick: bool, jobs: int) -> tuple[list[dict], list[dict], list[dic
 
 
 def reinforced(quick: bool, jobs: int) -> list[dict]:
-    """Every rate that rank.py tries with its first seed, with all seeds."""
-    first = rank.scout(quick, jobs)
-    start = {method: tuple(rates(of(first, method=method))) for method in methods(first)}
-    seeds, further = (SEEDS[:1], 0) if quick else (SEEDS, FURTHER)
-    rows = sweep(start, rank.commands(quick), rank.outcome, rank.choose, seeds, jobs, further)
+    """What is wanted here of rank.py's runs."""
     keep = ("method", "rate", "seed", "held_out")
-    return [{key: row[key] for key in keep} for row in rows]
+    return [{key: row[key] for key in keep} for row in rank.swept(quick, jobs)]
 
 
 def measure(quick: bool, jobs: int) -> dict:
@@ -87,32 +90,50 @@ def measure(quick: bool, jobs: int) -> dict:
 
 
 def cost(row: dict) -> float:
-    """What a best rate makes lowest: in RL the reward that is missed, in SFT log loss."""
-    return 1 - row["held_out"] if "held_out" in row else math.log10(row["loss"])
+    """What a best rate makes lowest, log10: in RL of the reward that is missed, in SFT of the loss.
+    A difference of rewards itself would let a collapsed neighbour decide where the vertex is."""
+    if "held_out" in row:
+        return math.log10(max(1 - row["held_out"], LEAST_MISSED))
+    return math.log10(row["loss"])
 
 
-def optimum(rows: list[dict]) -> float:
+def optimum(rows: list[dict]) -> float | None:
     """log10 of the best rate for one method: the vertex of the parabola through the lowest mean
-    cost and its neighbours; at an edge of what was tried, the edge."""
+    cost and its neighbours; None if an edge of what was tried is as good as any, since the best
+    one may be beyond it."""
     points = {rate: fmean(map(cost, of(rows, rate=rate))) for rate in rates(rows)}
     x, y = [math.log10(rate) for rate in points], list(points.values())
+    if min(y) in (y[0], y[-1]):
+        return None
     i = y.index(min(y))
-    if i in (0, len(y) - 1):
-        return x[i]
     curvature, slope, _ = np.polyfit(x[i - 1 : i + 2], y[i - 1 : i + 2], 2)
-    return -slope / (2 * curvature) if curvature > 1e-9 else x[i]
+    return -slope / (2 * curvature)  # curved upwards: of the three the left one is higher
 
 
-def optima(rows: list[dict], method: str) -> list[float]:
+def optima(rows: list[dict], method: str) -> list[float | None]:
     """By seed."""
     mine = of(rows, method=method)
     return [optimum(of(mine, seed=seed)) for seed in sorted({row["seed"] for row in mine})]
 
 
-def shift(rows: list[dict], method: str, other: str) -> list[float]:
-    """log10 of the factor between the best rates of two methods, by seed."""
+def shift(rows: list[dict], method: str, other: str) -> list[float | None]:
+    """log10 of the factor between the best rates of two methods, by seed; None where one of them
+    is not known."""
     pairs = zip(optima(rows, method), optima(rows, other), strict=True)
-    return [a - b for a, b in pairs]
+    return [None if None in pair else pair[0] - pair[1] for pair in pairs]
+
+
+def judge_shift(logs: list[float | None], bounds: tuple[float, float]) -> tuple[str, str]:
+    """Verdict on a factor, and the factor in words: undecided unless all seeds tell it."""
+    return "undecided" if None in logs else judge(logs, *bounds), told_known(logs, times)
+
+
+def told_known(logs: list[float | None], form: Callable[[list[float]], str]) -> str:
+    """What is known in these words, or in how many seeds it is not."""
+    edges = logs.count(None)
+    if not edges:
+        return form(logs)
+    return f"not known (an edge) in {edges} of {len(logs)} seed{'s' * (len(logs) > 1)}"
 
 
 def apart(rows: list[dict], like: list[dict]) -> list[float]:
@@ -136,28 +157,16 @@ def adapter_of(rows: list[dict]) -> str:
     return next(method for method in ("rank 8", "rank 1") if method in methods(rows))
 
 
-def times(logs: list[float], base: float = 10.0) -> str:
-    """Interval of a factor, from its logarithms."""
-    mean, half = interval(logs)
-    if math.isinf(half):
-        return f"{base**mean:.1f} (one seed)"
-    low, high = (base**edge for edge in (mean - half, mean + half))
-    return f"{base**mean:.1f} ({low:.1f} to {high:.1f})"
-
-
 def claims(result: dict) -> Claims:
     judged = {}
     for name, rows in (("RL", result["rl"]), ("SFT", result["sft"])):
-        factor = shift(rows, adapter_of(rows), "full")
-        judged[f"in {name} LoRA's best rate is about ten times full fine-tuning's"] = (
-            judge(factor, *ABOUT_TEN),
-            times(factor),
+        judged[f"in {name} LoRA's best rate is about ten times full fine-tuning's"] = judge_shift(
+            shift(rows, adapter_of(rows), "full"), ABOUT_TEN
         )
-    ranks = [method for method in methods(result["rl"]) if method != "full"]
-    moved = [x / math.log10(2) for x in shift(result["rl"], ranks[-1], ranks[0])]
-    judged[f"from {ranks[0]} to {ranks[-1]} it moves by less than 2 (RL)"] = (
-        judge(moved, *WITHIN_TWO),
-        times(moved, 2.0),
+    low = adapter_of(result["rl"])
+    high = [method for method in methods(result["rl"]) if method != "full"][-1]
+    judged[f"from {low} to {high} it moves by less than 2 (RL)"] = judge_shift(
+        shift(result["rl"], high, low), WITHIN_TWO
     )
     scaled, constant = early(result)
     judged["early on rank 32 learns as rank 8 does (SFT)"] = (
@@ -183,14 +192,14 @@ def table(result: dict) -> str:
             if not mine:
                 cells += ["", ""]
                 continue
-            cells += [told_rate(mine, best(mine)), scientific(optima(rows, method))]
+            cells += [told_rate(mine, best(mine)), told_known(optima(rows, method), scientific)]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     scaled, constant = early(result)
     return (
         claims_table(claims(result))
         + "\n".join(lines)
         + (
-            "\n\nOptima: geometric mean over seeds and its 95% interval (Student's t). "
+            f"\n\n{NOTE} Facts are each seed's own. Optima: geometric mean over seeds. "
             f"Steps 2 to 12 at rate {EARLY_RATE:g}: rank 32 is {fmean(scaled):.1%} of what was "
             f"learned away from rank 8; with alpha / r kept at 4, {fmean(constant):.0%}."
         )

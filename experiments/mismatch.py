@@ -13,7 +13,8 @@ that six steps of train.py made.
     trainer    model.token_logprobs of the same tokens in one pass, adapter unmerged
 
 Merged: W0 + (alpha / r) B A as one matrix in the sampler's dtype; for vLLM a checkpoint of those.
-Without vLLM in the environment its half is left out, and the verdict says so.
+Without vLLM in the environment the full form is refused, since it would put half a table in the
+place of the committed one; --quick leaves vLLM's half out then, and the verdict says so.
 
 Axes: S sequences, T tokens.
 """
@@ -39,6 +40,7 @@ from benchmarks.vllm_client import package_versions
 from broadcast import load_adapter, read_adapter
 from chat import load_tokenizer
 from config import Config
+from experiments.page import CannotRun
 from experiments.runs import ROOT
 from grpo import mismatch_metrics
 from lora import adapter_disabled, inject_lora, lora_layers, merge_lora, unmerge_lora
@@ -371,8 +373,14 @@ def draw(result: dict) -> pyplot.Figure:
 
 
 def measure(quick: bool, jobs: int) -> dict:
-    """Both engines where vLLM is installed, else the embedded one alone; quick: never vLLM.
-    It takes its time for itself, so `jobs` is of no use."""
+    """Both engines; in its quick form the embedded one alone where vLLM is not installed.
+    CannotRun in the full form then. It takes its time for itself, so `jobs` is of no use."""
+    with_vllm = find_spec("vllm") is not None
+    if not with_vllm and not quick:
+        raise CannotRun(
+            "it needs vLLM, which this environment lacks: "
+            ".venv-vllm/bin/python -m experiments mismatch (the README says how to make that one)"
+        )
     steps, number = (2, 16) if quick else (STEPS, STREAMS)
     result = {
         "experiment": "mismatch",
@@ -387,7 +395,6 @@ def measure(quick: bool, jobs: int) -> dict:
     print(json.dumps(result))
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        with_vllm = not quick and find_spec("vllm") is not None
         return result | {"rows": asyncio.run(rows_of(scratch, steps, number, with_vllm))}
 
 

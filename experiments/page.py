@@ -55,6 +55,10 @@ EXPERIMENTS: tuple[str, ...] = (
 SHOWN = ("rank", "capacity", "corrections", "many_adapters")  # their figures are in the README
 
 
+class CannotRun(Exception):
+    """What measure() raises where this environment lacks what an experiment is about."""
+
+
 def load(name: str) -> ModuleType:
     return importlib.import_module(f"experiments.{name}")
 

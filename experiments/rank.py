@@ -2,35 +2,34 @@
 
     python -m experiments rank
 
-Ranks 1 to 32 and all weights, each at the best of several learning rates (sweep.py), all else as in
-the default job but shorter. Beside the rewards the argument why rank 1 may suffice: a run can learn
-no more than its rewards tell, and a parameter can hold about two bits.
+Ranks 1 to 32 and all weights, each at the best of several learning rates (sweep.py), by the mean of
+three seeds; all else as in the default job but shorter. Beside the rewards the argument why rank 1
+may suffice: a run can learn no more than its rewards tell, and a parameter can hold about two bits.
 """
 
-from collections.abc import Callable
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
 from experiments.runs import Run
-from experiments.seeds import interval, told
+from experiments.seeds import NOTE, interval, told
 from experiments.sweep import (
-    FURTHER,
     SEEDS,
     highest,
     judge,
     methods,
     of,
-    rows_of,
     sweep,
     told_rate,
     values,
 )
 
-MINUTES = 8
+MINUTES = 16
 MARGIN = 0.05  # of held-out reward, that rank 1 may lack
 LEARNED = 0.3  # that both must gain, or there is nothing to compare
-HELD = 2.0  # bits a parameter
+HELD = 2.0  # bits a parameter, after Allen-Zhu and Li
+QUESTIONS = 132  # held out
+FURTHER = 2  # times that the sweep may grow
 RATES = {
     "rank 1": (1e-3, 3e-3),
     "rank 2": (1e-3, 3e-3),
@@ -64,12 +63,13 @@ def train_flags(trained: tuple[str, ...], rate: float, seed: int, quick: bool) -
     return (
         *("train.py", *trained, "--lr", f"{rate:g}", "--seed", str(seed), "--steps", steps),
         *("--groups", groups, "--group-size", group_size),
-        *("--eval-size", "24" if quick else "132"),
+        *("--eval-size", "24" if quick else str(QUESTIONS)),
     )
 
 
 def outcome(run: Run) -> dict:
-    """What the result file keeps of a run. One that too high a rate has stopped earns 0."""
+    """What the result file keeps of a run. One that too high a rate has stopped earns 0, and has
+    0 parameters and 0 before, which stand for not known."""
     return {
         "held_out": round(run.held_out, 4),
         "before": round(run.summary.get("eval_before", 0.0), 4),
@@ -80,34 +80,32 @@ def outcome(run: Run) -> dict:
     }
 
 
-def scout(quick: bool, jobs: int) -> list[dict]:
-    """The runs of the first seed, at every rate, by which the rates are chosen."""
+def swept(quick: bool, jobs: int) -> list[dict]:
+    """The rows of all runs: every method at every rate with every seed. learning_rate.py and
+    capacity.py read the same ones."""
     start = {method: RATES[method] for method in ("rank 1", "full")} if quick else RATES
-    further = 0 if quick else FURTHER
-    return sweep(start, commands(quick), outcome, choose, SEEDS[:1], jobs, further)
+    seeds, further = (SEEDS[:1], 0) if quick else (SEEDS, FURTHER)
 
+    def command(method: str, rate: float, seed: int) -> tuple[str, ...]:
+        return train(method, rate, seed, quick)
 
-def commands(quick: bool) -> Callable[[str, float, int], tuple[str, ...]]:
-    return lambda method, rate, seed: train(method, rate, seed, quick)
+    return sweep(start, command, outcome, choose, seeds, jobs, further)
 
 
 def measure(quick: bool, jobs: int) -> dict:
-    rows = scout(quick, jobs)
-    chosen = {method: choose(of(rows, method=method)) for method in methods(rows)}
-    cells = [
-        (method, rate, seed)
-        for seed in (SEEDS[:0] if quick else SEEDS[1:])
-        for method, rate in chosen.items()
-    ]
-    rows += rows_of(cells, commands(quick), outcome, jobs)
     _, groups, group_size = length(quick)
-    return {"episodes_a_step": groups * group_size, "runs": rows}
+    return {"episodes_a_step": groups * group_size, "runs": swept(quick, jobs)}
 
 
 def at_best(rows: list[dict], method: str) -> list[dict]:
-    """All seeds, at the rate that was best for the first one."""
+    """All seeds of a method, at the rate with the best mean."""
     mine = of(rows, method=method)
-    return of(mine, rate=choose(of(mine, seed=SEEDS[0])))
+    return of(mine, rate=choose(mine))
+
+
+def before_training(rows: list[dict]) -> float:
+    """Held-out reward of the base, the same for all runs; one that was stopped does not tell it."""
+    return max(values(rows, "before"))
 
 
 def bits(row: dict, episodes_a_step: int) -> float:
@@ -118,9 +116,8 @@ def bits(row: dict, episodes_a_step: int) -> float:
 def verdict(result: dict) -> tuple[str, str]:
     one, full = (at_best(result["runs"], method) for method in ("rank 1", "full"))
     gaps = [a - b for a, b in zip(values(one, "held_out"), values(full, "held_out"), strict=True)]
-    gains = [
-        fmean(values(rows, "held_out")) - fmean(values(rows, "before")) for rows in (one, full)
-    ]
+    before = before_training(result["runs"])
+    gains = [fmean(values(rows, "held_out")) - before for rows in (one, full)]
     learned = min(gains) >= LEARNED
     return (
         judge(gaps, low=-MARGIN) if learned else "undecided",
@@ -132,7 +129,7 @@ def verdict(result: dict) -> tuple[str, str]:
 def table(result: dict) -> str:
     lines = [
         "| trained | parameters | best rate | held out | last quarter of training | "
-        "bits its rewards carried | bits it can hold | seeds |",
+        "bits its rewards carried | bits it could hold at 2 a parameter | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for method in methods(result["runs"]):
@@ -145,10 +142,10 @@ def table(result: dict) -> str:
             f"| {method} | {parameters:,} | {rate} | {told(values(rows, 'held_out'))} "
             f"| {told(last)} | {told(carried, ',.0f')} | {HELD * parameters:,.0f} | {len(rows)} |"
         )
-    before = max(values(result["runs"], "before"))  # the same of all but stopped ones
+    before = before_training(result["runs"])
     episodes = result["episodes_a_step"] * len(result["runs"][0]["reward"])
     return "\n".join(lines) + (
-        f"\n\nIntervals: 95% over seeds (Student's t). Held out: greedy, {before:.3f} "
+        f"\n\n{NOTE} Rates: by the mean of all seeds. Held out: greedy, {before:.3f} "
         f"before training. A run has {episodes:,} episodes, so at most {episodes:,} bits."
     )
 
@@ -163,7 +160,7 @@ def draw(result: dict) -> Figure:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     curves, ends, information = figure.subplots(1, 3, width_ratios=(1.5, 1, 1.1))
     names = methods(result["runs"])
-    before = max(values(result["runs"], "before"))
+    before = before_training(result["runs"])
     for place, method in enumerate(names):
         rows, colour = at_best(result["runs"], method), COLOURS[method]
         seeds = [smooth(row["reward"]) for row in rows]
@@ -190,7 +187,7 @@ def draw(result: dict) -> Figure:
     ends.tick_params(axis="x", rotation=30)
     ends.set_title("held out: seeds, and their 95%")
     information.set(xscale="log", xlim=(10, None), yticks=range(len(names)), yticklabels=names)
-    information.set(xlabel="bits", title="carried by rewards (dark), held (light)")
+    information.set(xlabel="bits", title="carried by rewards; 2 a parameter (light)")
     information.invert_yaxis()
     for axis in (curves, ends):
         axis.grid(alpha=0.3)

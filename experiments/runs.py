@@ -99,13 +99,18 @@ def finish(process: subprocess.Popen, directory: Path, **facts) -> None:
     beside.rename(directory / "ended.json")
 
 
-def run_all(commands: list[tuple[str, ...]], jobs: int = 2) -> list[Run]:
-    """`commands` are (program, flag, value, ...); returns their runs in this order. Raises
+def run_all(commands: list[tuple[str, ...]], jobs: int = 2, fresh: bool = False) -> list[Run]:
+    """`commands` are (program, flag, value, ...); returns their runs in this order. `fresh`: none
+    is read, all are repeated, as for seconds, which are those of the code that ran. Raises
     RuntimeError with the log's name if one fails for another reason than a non-finite value, and
-    ends those under way."""
+    ends those under way; ValueError for no jobs."""
+    if jobs < 1:
+        raise ValueError(f"{jobs} jobs would never finish a run")
     commands = [tuple(map(str, command)) for command in commands]
     waiting = [
-        command for command in dict.fromkeys(commands) if not finished(directory_of(command))
+        command
+        for command in dict.fromkeys(commands)
+        if fresh or not finished(directory_of(command))
     ]
     total, done, begun = len(waiting), 0, time.monotonic()
     under_way: dict[tuple[str, ...], tuple[subprocess.Popen, float]] = {}

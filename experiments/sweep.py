@@ -6,7 +6,7 @@
 
 What is compared is then a mean over seeds with its 95% interval (Student's t, which for three seeds
 is 2.5 times their standard deviation), and a claim "x lies between low and high" has one of three
-verdicts: the whole interval does, no part of it does, or neither can be said.
+verdicts: the whole interval does, no part of it does, or neither can be said (seeds.within).
 """
 
 import math
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from experiments.runs import Run, run_all
-from experiments.seeds import interval
+from experiments.seeds import WORDS, within
 
 SEEDS = (0, 1, 2)
 GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -98,10 +98,7 @@ def lowest(key: str) -> Callable[[list[dict]], float]:
 
 def judge(values: list[float], low: float = -math.inf, high: float = math.inf) -> str:
     """Whether the mean lies between low and high, by its interval."""
-    mean, half = interval(values)
-    if low < mean - half and mean + half < high:
-        return "agrees"
-    return "disagrees" if mean + half <= low or high <= mean - half else "undecided"
+    return WORDS[within(values, low, high)]
 
 
 Claims = dict[str, tuple[str, str]]  # claim -> (verdict, the number that it follows from)

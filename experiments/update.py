@@ -27,7 +27,7 @@ from broadcast import read_adapter
 from checkpoint import read_checkpoint
 from config import ASSETS
 from experiments.runs import ROOT, RUNS, Run, run_all
-from experiments.seeds import above, decide, interval, told
+from experiments.seeds import NOTE, above, decide, every, interval, told, within
 
 MINUTES = 4
 TOLERANCE = 1e-5  # below which a weight counts as unchanged (Mukherjee et al.)
@@ -194,7 +194,7 @@ def best_rate(result: dict) -> float:
 
 def criteria(result: dict) -> dict[str, bool | None]:
     """Those of the paper, 1 to 3."""
-    rates, fewer, words = rates_of(result), [], []
+    rates, fewer, full, words, ranks = rates_of(result), [], [], [], []
     for rate in rates:
         rl, sft = (
             values(result, "changed_bf16", method=method, mode="full", lr=rate)
@@ -203,17 +203,15 @@ def criteria(result: dict) -> dict[str, bool | None]:
         gaps = [theirs - ours for ours, theirs in zip(rl, sft, strict=True)]
         fewer.append(above(gaps, 0))
         words.append(f"{told(gaps)} at {rate:g}")
-    state = False if False in fewer else None if None in fewer else True
-    found = {f"1 RL changes fewer than SFT (share less: {', '.join(words)})": state}
+        shares = values(result, "rank_bf16", method="RL", mode="full", lr=rate)
+        full.append(above(shares, 0.99))
+        ranks.append(f"{told(shares)} at {rate:g}")
+    found = {f"1 RL changes fewer than SFT (share less: {', '.join(words)})": every(fewer)}
     rate = best_rate(result)
     changed = values(result, "changed_bf16", method="RL", mode="full", lr=rate)
-    low, high = above(changed, 0.05), above(changed, 0.30)
-    inside = False if low is False or high is True else None if None in (low, high) else True
-    found[f"2 RL's best learning rate, {rate:g}, changes 5 to 30%: {told(changed)}"] = inside
-    ranks = values(result, "rank_bf16", method="RL", mode="full")
-    found[f"3 RL's updates have 99% of full rank or more: {fmean(ranks):.1%}"] = (
-        fmean(ranks) >= 0.99
-    )
+    words = f"2 RL's best learning rate, {rate:g}, changes 5 to 30%: {told(changed)}"
+    found[words] = within(changed, 0.05, 0.30)
+    found[f"3 RL's updates have 99% of full rank or more: {', '.join(ranks)}"] = every(full)
     return found
 
 
@@ -271,7 +269,7 @@ def table(result: dict) -> str:
             f"{fmean(values(result, key, **case)):.1%}" for key in ("rank_bf16", "rank", "rank_99")
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", NOTE])
 
 
 def draw(result: dict) -> pyplot.Figure:

@@ -1,14 +1,19 @@
 """What the experiments compute beside training: intervals, bfloat16 rounding, enumerated bias."""
 
 import math
+from typing import get_args, get_type_hints
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import seeds
 
-from experiments import corrections, update
-from experiments.seeds import above, decide, interval, told
+from config import Config
+from experiments import corrections, cost, many_adapters, update
+from experiments.seeds import T95, above, decide, interval, told, within
+from experiments.sweep import judge
+from tools.plan import DEVICES
 
 rewards = st.lists(st.floats(0, 1), min_size=3, max_size=3)
 
@@ -17,9 +22,100 @@ rewards = st.lists(st.floats(0, 1), min_size=3, max_size=3)
 def test_a_mean_is_above_a_bound_only_if_its_whole_interval_is(values, bound):
     middle, half = interval(values)
     state = above(values, bound)
+    words = {True: "agrees", False: "disagrees", None: "undecided"}
+    assert judge(values, low=bound) == words[state]
     assert (state is True) <= (middle - half >= bound - 1e-9)
     assert (state is False) <= (middle + half <= bound + 1e-9)
     assert (state is None) <= (middle - half <= bound <= middle + half)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25])
+def test_a_bound_that_an_interval_touches_decides_nothing(value):
+    values = [value] * 3  # an interval of no width
+    assert above(values, value) is None and judge(values, high=value) == "undecided"
+    assert within(values, value, value + 1) is None
+    assert within(values, value - 1, value + 1) is True and within(values, value + 1) is False
+
+
+def test_there_is_a_quantile_for_as_many_seeds_as_anybody_runs():
+    for number in range(2, 11):
+        middle, half = interval([float(i % 2) for i in range(number)])
+        assert 0 < half < math.inf
+    assert list(T95.values()) == sorted(T95.values(), reverse=True)
+
+
+def test_without_a_mismatch_there_is_nothing_to_rescue():
+    """Criterion 2 of corrections.md is open, and then so are those that ask what was rescued."""
+    rows = [
+        {"sampler": "noise", "loss": loss, "seed": seed, "held_out": held_out, "mismatch_kl": 0.01}
+        for loss, held_out in (("reinforce", 0.7), ("tis", 0.5), ("icepop", 0.9))
+        for seed in range(3)
+    ]
+    exact = {"tokens": 1, "loss": "unclipped", "bias": 0.0}
+    word, why = corrections.verdict({"rows": rows, "biases": [exact]})
+    assert word == "undecided" and "Fails" not in why
+    for row in rows:
+        row["mismatch_kl"] = 0.1
+    word, why = corrections.verdict({"rows": rows, "biases": [exact]})
+    assert word == "disagrees" and "Fails: 3 tis" in why and "4 icepop" in why.split("Holds")[1]
+
+
+@pytest.mark.parametrize(
+    "shares, state", [([1.0, 1.0, 1.0], True), ([1.0, 0.985, 0.999], None), ([0.5] * 3, False)]
+)
+def test_the_rank_of_updates_is_decided_by_its_interval(shares, state):
+    rows = [
+        {"method": method, "mode": "full", "lr": rate, "seed": seed, "held_out": 0.5}
+        | {"changed_bf16": changed, "rank_bf16": share}
+        for rate in (1e-5, 1e-4)
+        for method, changed in (("RL", 0.1), ("SFT", 0.5))
+        for seed, share in enumerate(shares)
+    ]
+    found = update.criteria({"rows": rows})
+    assert [its for words, its in found.items() if words.startswith("3")] == [state]
+
+
+def test_how_much_longer_many_adapters_take_is_decided_by_its_interval():
+    def rounds(*longer):
+        return [
+            {"seed": seed, "adapters": count, "same": 8}
+            | {"batched": {"cpu_seconds": seconds, "tokens": 100}}
+            | {"swapped": {"cpu_seconds": 100.0, "tokens": 100}}
+            for seed, times in enumerate(longer)
+            for count, seconds in ((1, 1.0), (16, 1.0), (64, times))
+        ]
+
+    memory = [{"one base": 1, "copies": 10}]
+    for longer, word in (
+        ((1.2, 1.2, 1.21), "agrees"),
+        ((1.1, 1.3, 1.67), "undecided"),  # the worst seed alone decides nothing
+        ((1.7, 1.7, 1.71), "disagrees"),
+    ):
+        result = {"episodes": 8, "rounds": rounds(*longer), "memory": memory}
+        assert many_adapters.verdict(result)[0] == word
+
+
+def test_seconds_are_of_runs_of_this_code(monkeypatch):
+    def run_all(commands, jobs, fresh=False):
+        assert fresh, "the runs of older code are read"
+        return []
+
+    monkeypatch.setattr(cost, "run_all", run_all)
+    monkeypatch.setattr(cost, "SEEDS", ())
+    monkeypatch.setattr(cost, "PLANNED", ())
+    assert cost.measure(False, 1)["runs"] == []
+
+
+def test_what_has_a_price_can_be_planned_for():
+    assert set(cost.PRICES) - {"core"} <= set(DEVICES)
+    assert set(get_args(get_type_hints(Config)["plan_device"])) == set(DEVICES)
+
+
+def test_prices_are_of_known_devices():
+    assert cost.read_prices(["l40s=1.2", "core=0.05"]) == {"l40s": 1.2, "core": 0.05}
+    for words, why in (("tpu=1", "core, l40s"), ("l40s", "DOLLARS"), ("l40s=-1", "no price")):
+        with pytest.raises(ValueError, match=why):
+            cost.read_prices([words])
 
 
 def test_an_interval_is_students():

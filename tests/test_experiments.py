@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from experiments import page, runs
+from experiments import __main__ as command
+from experiments import mismatch, page, runs
 
 ROOT = page.HERE.parent
 COMMITTED = [name for name in page.EXPERIMENTS if page.committed(name)]
@@ -188,6 +189,69 @@ def test_a_run_that_was_broken_off_is_repeated(program):
     (run,) = runs.run_all([well])
     (run.output.parent / "ended.json").unlink()  # all but the last word of it is there
     assert runs.run_all([well])[0].rows == run.rows and started(program) == ["well"] * 2
+
+
+def test_fresh_runs_are_never_read(program):
+    """Their seconds would be those of older code."""
+    well = ("program.py", "--ends", "well")
+    runs.run_all([well])
+    runs.run_all([well, well], fresh=True)
+    assert started(program) == ["well"] * 2
+    with pytest.raises(ValueError, match="0 jobs"):
+        runs.run_all([well], jobs=0)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["rank", "--jobs", "0"], "--jobs 0"),
+        (["rank", "--price", "core=1"], "for the experiment cost alone"),
+        (["cost", "--price", "tpu=1"], "none of core, l40s"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, why, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2 and why in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_handler(monkeypatch):
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+
+
+def test_other_prices_change_nothing_committed(no_handler, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "RUNS", tmp_path)
+    before = (page.HERE / "cost.json").read_bytes()
+    command.main(["cost", "--draw", "--price", "l40s=2.5"])
+    assert "l40s 2.50" in capsys.readouterr().out
+    assert (page.HERE / "cost.json").read_bytes() == before
+    assert json.loads((tmp_path / "priced" / "cost.json").read_text())["prices"]["l40s"] == 2.5
+
+
+def test_mismatch_without_vllm_is_refused_by_name_of_the_environment(monkeypatch, small):
+    monkeypatch.setattr(mismatch, "find_spec", lambda name: None)
+    with pytest.raises(page.CannotRun, match=r"\.venv-vllm/bin/python -m experiments mismatch"):
+        mismatch.measure(False, 1)
+
+
+def test_all_writes_the_gallery_and_passes_over_what_cannot_run(
+    no_handler, small, monkeypatch, capsys
+):
+    def refuse(quick, jobs):
+        raise page.CannotRun("it needs another environment")
+
+    (small / "README.md").write_text("<!-- gallery -->\nold\n<!-- end of gallery -->\n")
+    monkeypatch.setattr(page, "README", small / "README.md")
+    monkeypatch.setattr(page.load("small"), "measure", refuse, raising=False)
+    command.main(["all"])
+    assert "left as it is" in capsys.readouterr().out and not (small / "small.json").exists()
+    monkeypatch.setattr(page.load("small"), "measure", lambda quick, jobs: {"rows": {"1": 0.25}})
+    command.main(["all"])
+    assert "| **undecided** | It is 3.5 times so. |" in (small / "README.md").read_text()
 
 
 # --- the real thing, smaller ----------------------------------------------------------------------

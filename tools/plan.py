@@ -63,6 +63,7 @@ class Device:
 DEVICES = {
     "h200": Device("one H200 SXM, 141 GB", 989e12, 4.8e12, 141e9),
     "a100": Device("one A100 SXM, 80 GB", 312e12, 2.04e12, 80e9),
+    "l40s": Device("one L40S, 48 GB", 362e12, 864e9, 48e9),
     "4090": Device("one RTX 4090, 24 GB", 165e12, 1.01e12, 24e9),
     # Measured on one core: 77 GFLOP/s in fp32, 26 GB/s for all cores together.
     "cpu2": Device("two CPU cores, fp32", 154e9, 26e9, 16e9, train_share=0.5),
