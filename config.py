@@ -205,8 +205,9 @@ def parse_config(arguments: list[str], kind: type = Config):
     return config
 
 
-def check_config(config: RunConfig) -> None:
-    """ValueError for what would fail or mislead later; of the fields that the dataclass has."""
+def check_config(config: RunConfig, here: bool = True) -> None:
+    """ValueError for what would fail or mislead later; of the fields that the dataclass has. here:
+    also for what this machine lacks."""
     positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
         eval_size eval_samples save_every micro_tokens lr temperature max_grad_norm
         vllm_timeout""".split()
@@ -231,7 +232,7 @@ def check_config(config: RunConfig) -> None:
         )
     if isinstance(config, Config):
         check_modes(config)
-    if not config.plan:  # which is for another machine
+    if here and not config.plan:  # which is for another machine
         check_machine(config)
 
 

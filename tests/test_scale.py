@@ -693,6 +693,22 @@ def test_what_a_rehearsal_replaces_is_said_and_the_rest_stands(file, capsys):
         assert Path(small.model).is_dir()
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--full --engine vllm", "vLLM would sample from the untrained base"),
+        ("--quantize nf4 --engine vllm", "two policies"),
+        ("--shard-base", "--engine vllm"),
+        ("--engine vllm --rank 600", "--rank 600"),
+        ("--judge-url http://h:1", "--judge-model"),
+    ],
+)
+def test_a_run_that_is_refused_cannot_be_rehearsed(flags, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train.main(["--rehearse", "--output", str(tmp_path / "run"), *flags.split()])
+    assert not (tmp_path / "run").exists()
+
+
 def rehearse(file: Path, output: Path, *flags: str) -> dict:
     train.main(["--config", str(file), "--rehearse", "--output", str(output), *flags])
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
