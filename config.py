@@ -37,7 +37,8 @@ RESUMABLE = (
     "gradient_checkpointing",
 )
 # Of no run's file:
-COMMANDS = ("eval_only", "plan", "plan_device", "profile", "rehearse", "output", "resume")
+PLAN = ("plan", "plan_device", "plan_length")
+COMMANDS = ("eval_only", *PLAN, "profile", "rehearse", "output", "resume")
 LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
 
 
@@ -178,6 +179,8 @@ class Config(RunConfig):
     """Only print what the run will need, from the shapes alone: memory, FLOPs, bytes, hours."""
     plan_device: Literal["h200", "a100", "4090", "cpu2"] = "h200"
     """Device that --plan estimates for."""
+    plan_length: int = 0
+    """Tokens of a mean episode, as --plan assumes; 0 for half of --max-length."""
     profile: int = 0
     """Time the first so many steps; where it went is printed and kept as profile.md (timing.py)."""
     rehearse: bool = False
@@ -213,7 +216,7 @@ def check_config(config: RunConfig, here: bool = True) -> None:
         vllm_timeout""".split()
     fields = vars(config).keys() & {
         *(*positive, "kl", "warmup", "eval_every", "seed", "profile"),
-        *("max_staleness", "threads", "sampler_threads"),
+        *("max_staleness", "threads", "sampler_threads", "plan_length"),
     }
     for name in sorted(fields):
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
@@ -272,6 +275,11 @@ def check_full(config: RunConfig) -> None:
 
 def check_modes(config: Config) -> None:
     """ValueError for what does not go together, with the reason."""
+    if config.plan and config.plan_length > config.max_length:
+        raise ValueError(
+            f"--plan-length {config.plan_length}: no episode is longer than --max-length "
+            f"{config.max_length}"
+        )
     if config.full and config.init_adapter:
         raise ValueError("--full trains no adapter; merge --init-adapter into a --model first")
     if config.full and config.engine == "vllm":
