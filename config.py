@@ -2,9 +2,9 @@
 
     python train.py --config my.toml --steps 50      every field is a key there and a flag here
 
-prime-rl's table [trainer.model.lora] (for SFT [model.lora]) is read as it stands. A resumed run
-starts from the configuration that it wrote. An unknown key or a value that fits no run is an error
-before any work starts.
+prime-rl's tables [trainer.model] (for SFT [model]), with the model's name, and [trainer.model.lora]
+([model.lora]) are read as they stand. A resumed run starts from the configuration that it wrote. An
+unknown key or a value that fits no run is an error before any work starts.
 """
 
 import argparse
@@ -37,8 +37,9 @@ RESUMABLE = (
     "gradient_checkpointing",
 )
 # Of no run's file:
-COMMANDS = ("eval_only", "plan", "plan_device", "profile", "rehearse", "output", "resume")
-LORA_TABLES = (("trainer", "model", "lora"), ("model", "lora"))  # prime-rl's, for RL and for SFT
+PLAN = ("plan", "plan_device", "plan_length")
+COMMANDS = ("eval_only", *PLAN, "profile", "rehearse", "output", "resume")
+LORA_TABLE = ("rank", "alpha", "dropout", "target_modules")  # what prime-rl's may hold
 
 
 def vllm_rank(rank: int) -> int:
@@ -179,6 +180,8 @@ class Config(RunConfig):
     """Only print what the run will need, from the shapes alone: memory, FLOPs, bytes, hours."""
     plan_device: Literal["h200", "a100", "l40s", "4090", "cpu2"] = "h200"
     """Device that --plan estimates for."""
+    plan_length: int = 0
+    """Tokens of a mean episode, as --plan assumes; 0 for half of --max-length."""
     profile: int = 0
     """Time the first so many steps; where it went is printed and kept as profile.md (timing.py)."""
     rehearse: bool = False
@@ -206,14 +209,15 @@ def parse_config(arguments: list[str], kind: type = Config):
     return config
 
 
-def check_config(config: RunConfig) -> None:
-    """ValueError for what would fail or mislead later; of the fields that the dataclass has."""
+def check_config(config: RunConfig, here: bool = True) -> None:
+    """ValueError for what would fail or mislead later; of the fields that the dataclass has. here:
+    also for what this machine lacks."""
     positive = """steps groups group_size batch_size max_turns max_new_tokens slots search_results
         eval_size eval_samples save_every micro_tokens lr temperature max_grad_norm
         vllm_timeout""".split()
     fields = vars(config).keys() & {
         *(*positive, "kl", "warmup", "eval_every", "seed", "profile"),
-        *("max_staleness", "threads", "sampler_threads"),
+        *("max_staleness", "threads", "sampler_threads", "plan_length"),
     }
     for name in sorted(fields):
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
@@ -232,7 +236,7 @@ def check_config(config: RunConfig) -> None:
         )
     if isinstance(config, Config):
         check_modes(config)
-    if not config.plan:  # which is for another machine
+    if here and not config.plan:  # which is for another machine
         check_machine(config)
 
 
@@ -283,6 +287,11 @@ def check_full(config: RunConfig) -> None:
 
 def check_modes(config: Config) -> None:
     """ValueError for what does not go together, with the reason."""
+    if config.plan and config.plan_length > config.max_length:
+        raise ValueError(
+            f"--plan-length {config.plan_length}: no episode is longer than --max-length "
+            f"{config.max_length}"
+        )
     if config.full and config.init_adapter:
         raise ValueError("--full trains no adapter; merge --init-adapter into a --model first")
     if config.full and config.engine == "vllm":
@@ -349,16 +358,12 @@ def read_toml(file: Path, kind: type) -> dict:
         raise ValueError(f"{file}: {error.strerror}") from error
     except ValueError as error:  # of the TOML or of its encoding
         raise ValueError(f"{file}: not valid TOML ({error})") from error
-    for first, *rest in LORA_TABLES:
+    for first in ("trainer", "model"):  # prime-rl's, for RL and for SFT
         if isinstance(raw.get(first), dict):
-            table, name = raw.pop(first), first
-            for key in rest:
-                if set(table) != {key} or not isinstance(table[key], dict):
-                    raise ValueError(f"{file}: [{name}] may hold [{name}.{key}] alone")
-                table, name = table[key], f"{name}.{key}"
-            if twice := sorted(set(table) & set(raw)):
-                raise ValueError(f"{file}: [{name}] sets {', '.join(twice)} a second time")
-            raw |= table
+            fields = model_table(file, raw.pop(first), first)
+            if twice := sorted(set(fields) & set(raw)):
+                raise ValueError(f"{file}: [{first}] sets {', '.join(twice)} a second time")
+            raw |= fields
     known = [f.name for f in dataclasses.fields(kind)]
     hints = get_type_hints(kind)
     for key, value in raw.items():
@@ -372,11 +377,29 @@ def read_toml(file: Path, kind: type) -> dict:
         if type(value) is not type(default):
             wanted = "a list" if isinstance(default, tuple) else type(default).__name__
             raise ValueError(f"{file}: {key} must be {wanted}, not {value!r}")
+        if isinstance(value, tuple) and not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{file}: {key} must be a list of texts, not {list(value)}")
         if get_origin(hints[key]) is Literal and value not in get_args(hints[key]):
             wanted = ", ".join(get_args(hints[key]))
             raise ValueError(f"{file}: {key} must be one of {wanted}, not {value!r}")
         raw[key] = value
     return raw
+
+
+def model_table(file: Path, table: dict, name: str) -> dict:
+    """Fields that prime-rl's table `name` sets: of [trainer.model] or [model], the model's name and
+    the LoRA table within."""
+    if name == "trainer":
+        if set(table) != {"model"} or not isinstance(table["model"], dict):
+            raise ValueError(f"{file}: [trainer] may hold [trainer.model] alone")
+        table, name = table["model"], "trainer.model"
+    lora = table.get("lora", {})
+    if not (set(table) <= {"name", "lora"} and isinstance(lora, dict)):
+        raise ValueError(f"{file}: [{name}] may hold name and [{name}.lora] alone")
+    if unknown := sorted(set(lora) - set(LORA_TABLE)):
+        known = ", ".join(LORA_TABLE)
+        raise ValueError(f"{file}: [{name}.lora] has no {unknown[0]!r}; known: {known}")
+    return lora | ({"model": table["name"]} if "name" in table else {})
 
 
 def to_toml(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from inspect import iscoroutinefunction
+from inspect import isawaitable
 from time import perf_counter
 from typing import Any
 
@@ -35,9 +35,9 @@ import update
 ROWS = {
     "sampling": "the embedded engine's steps: prefill, decode, draw",
     "tool calls": "parsed, checked, run",
-    "scoring": "rewards",
-    "forward": "logprobs of the sampled tokens, the reference's too",
-    "backward": "to the adapter",
+    "scoring": "rewards; with --judge-url, while a judge is asked and nothing else runs",
+    "forward": "logprobs of the sampled tokens, with the head's gradient; the reference's too",
+    "backward": "from the head's input to the adapter",
     "optimizer": "clip, step",
     "publishing": "the adapter's directory written, checked, loaded by the engine",
     "waiting": "for episodes; with the embedded engine, their own Python: rendering, parsing",
@@ -86,17 +86,17 @@ class Stopwatch:
         return self.beside
 
     def wrapped(self, name: str, function: Callable) -> Callable:
-        """The function, its time booked as `name`."""
-        if iscoroutinefunction(function):
+        """The function, its time booked as `name`: until it returns and, if what it returns is to
+        be awaited, while that is."""
 
-            async def wrapper(*arguments, **options):
-                with self.lane().running(name):
-                    return await function(*arguments, **options)
-        else:
+        async def awaited(result):
+            with self.lane().running(name):
+                return await result
 
-            def wrapper(*arguments, **options):
-                with self.lane().running(name):
-                    return function(*arguments, **options)
+        def wrapper(*arguments, **options):
+            with self.lane().running(name):
+                result = function(*arguments, **options)
+            return awaited(result) if isawaitable(result) else result
 
         return wrapper
 
@@ -122,7 +122,8 @@ class Stopwatch:
 @contextmanager
 def profiling(trainer: Any, steps: int) -> Iterator[Callable[[], None]]:
     """Inside, the first `steps` steps are timed (0: none). Yields what the loop calls after each
-    step, which writes profile.md anew, and prints it after the last one."""
+    step, which writes profile.md anew, and prints it after the last one: of those steps, or of a
+    run that ends before."""
     watch, done = Stopwatch(), 0
     places = [
         ("tool calls", rollout, "answer_call"),
@@ -135,6 +136,9 @@ def profiling(trainer: Any, steps: int) -> Iterator[Callable[[], None]]:
     ]
     if hasattr(trainer.engine, "step"):  # the embedded engine
         places.append(("sampling", trainer.engine, "step"))
+    if trainer.frozen is not None:  # of full fine-tuning
+        places.append(("forward", trainer.frozen, "token_logprobs"))
+    file = trainer.run.directory / "profile.md"
 
     def step_done() -> None:
         nonlocal done
@@ -142,17 +146,23 @@ def profiling(trainer: Any, steps: int) -> Iterator[Callable[[], None]]:
         if done > steps:
             return
         watch.trainer.stop()
-        table, file = watch.table(done), trainer.run.directory / "profile.md"
-        file.write_text(table)
+        file.write_text(watch.table(done))
         if done == steps:
             wraps.close()
-            print(f"\n{table}written to {file}\n", flush=True)
+            show()
+
+    def show() -> None:
+        print(f"\n{file.read_text()}written to {file}\n", flush=True)
 
     with ExitStack() as wraps:
         for name, owner, attribute in places if steps else ():
             timed = watch.wrapped(name, getattr(owner, attribute))
             wraps.callback(replace(owner, attribute, timed))
-        yield step_done
+        try:
+            yield step_done
+        finally:
+            if 0 < done < steps:
+                show()
 
 
 def replace(owner: Any, attribute: str, value: Any) -> Callable[[], None]:

@@ -311,6 +311,7 @@ async def train(config: Config) -> None:
         if config.rehearse:
             from tools.rehearse import rehearsal
 
+            check_config(config, here=False)  # the run itself; its miniature is checked later
             config = stack.enter_context(rehearsal(config))
         await (evaluate_within if config.eval_only else train_within)(config, stack)
 

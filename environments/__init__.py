@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -165,9 +166,10 @@ def read_lines(source: Source) -> list[str] | list[dict]:
 
         files = [path]
         if on_hub:
-            train = "*train*.parquet"
+            train = "*train*.parquet"  # of the whole path: data/train-0.parquet, train/0.parquet
             folder = snapshot_download(str(source), repo_type="dataset", allow_patterns=train)
-            files = sorted(Path(folder).rglob(train))
+            found = sorted(Path(folder).rglob("*.parquet"))
+            files = [f for f in found if fnmatch(f.relative_to(folder).as_posix(), train)]
         return [row for file in files for row in read_table(file).to_pylist()]
     except ImportError:
         raise ImportError(f"{source}: parquet needs pip install 'lora-agent-rl[data]'") from None

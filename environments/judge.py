@@ -67,8 +67,8 @@ class Judge:
         self.asking: dict[tuple[str, str, str], asyncio.Lock] = {}
 
     def body(self, question: str, answer: str, reply: str) -> dict:
-        reply = re.sub(r"</?\s*reply\s*>", "", reply, flags=re.IGNORECASE)
-        text = PROMPT.format(question=question, answer=answer, reply=reply)
+        # No mark without "<": what is cut out of a reply could leave one that it was nested around.
+        text = PROMPT.format(question=question, answer=answer, reply=reply.replace("<", "‹"))
         return {"model": self.model, "messages": [{"role": "user", "content": text}]}
 
     def check(self) -> None:

@@ -15,13 +15,17 @@ A device's hour costs what PRICES says: assumptions, printed with the table; mon
 import json
 import math
 import statistics
+from collections import defaultdict
 
+import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from torch.nn.utils.rnn import pad_sequence
 
 from config import Config, parse_config
 from experiments.runs import ROOT, Run, run_all
 from experiments.seeds import NOTE, decide, interval, told
+from packing import pack
 from tools.plan import (
     DEVICES,
     adapter_of,
@@ -58,11 +62,13 @@ CENT, FACTOR = 0.01, 3.0
 
 def flops_of(config: Config, run: Run) -> dict[str, float]:
     """FLOPs of a run by part, of the tokens that it had: sampled ones are counted in every row,
-    lengths of episodes are those in samples.jsonl. Evaluations: as sampling, from the questions."""
+    lengths of episodes, and what those of a group have in common, are those in samples.jsonl.
+    Evaluations: as sampling, from the questions."""
     shapes, lora = model_shapes(config.model), adapter_of(config)
     rows = [json.loads(line) for line in (run.output / "samples.jsonl").read_bytes().splitlines()]
     length = statistics.mean(len(row["token_ids"]) for row in rows)
     prompt = statistics.mean(row["loss_mask"].index(1) for row in rows)
+    new, new_sampled = computed_shares(rows, config.group_size)
     each = config.groups * config.group_size
     total = dict.fromkeys(("prefill", "decode", "forward", "backward", "reference"), 0.0)
 
@@ -78,7 +84,8 @@ def flops_of(config: Config, run: Run) -> dict[str, float]:
     for row in run.rows:
         sample(each, row["tokens_sampled"], each - config.groups)
         share = 1 - row["groups_skipped"] / config.groups
-        counts = {"tokens": share * each * length, "wanted": row["tokens_trained"]}
+        counts = {"tokens": new * share * each * length}
+        counts["wanted"] = new_sampled * row["tokens_trained"]
         forward, backward = trained_flops(shapes, lora, length=length, **counts)
         compared = min(1.0, config.micro_tokens / max(counts["tokens"], 1))
         total["forward"] += forward
@@ -87,6 +94,28 @@ def flops_of(config: Config, run: Run) -> dict[str, float]:
     a_token = statistics.mean(row["tokens_sampled"] for row in run.rows) / each
     sample(2 * config.eval_size, 2 * config.eval_size * a_token, 0)
     return total
+
+
+def computed_shares(rows: list[dict], group_size: int) -> tuple[float, float]:
+    """Shares of all tokens, and of the sampled ones, that the trainer computes: episodes of a group
+    begin alike, and it computes that once (packing.py). Of the groups that samples.jsonl has whole;
+    what groups of a micro-batch have in common with each other is counted once for each."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["step"], row["question"]].append(row)
+    tokens, computed, sampled, wanted = 0, 0, 0, 0
+    for group in groups.values():
+        if len(group) == group_size:
+            ids, mask = (
+                pad_sequence([torch.tensor(row[key]) for row in group], batch_first=True)
+                for key in ("token_ids", "loss_mask")
+            )
+            packing = pack(ids, mask[:, 1:].bool())
+            tokens += sum(len(row["token_ids"]) for row in group)
+            computed += len(packing.ids)
+            sampled += int(mask.sum())
+            wanted += len(packing.wanted)
+    return computed / tokens, wanted / sampled
 
 
 def measured(run: Run, seed: int) -> dict:

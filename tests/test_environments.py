@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -526,18 +527,28 @@ def test_parquet_names_its_extra(tmp_path, monkeypatch):
             read_rows(source, ("question",))
 
 
-def test_hub_dataset_is_read_from_its_train_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", ["data/{}-", "{}/"])
+def test_hub_dataset_is_read_from_its_train_files(tmp_path, monkeypatch, split):
     """With pyarrow and the Hub played by stand-ins: one reads our own JSONL, one has downloaded."""
-    (tmp_path / "data").mkdir()
-    for name in ("train-00001-of-2", "train-00000-of-2", "test-00000-of-1"):
-        write(tmp_path / "data" / f"{name}.parquet", [{"question": name, "answer": "a"}])
+    tmp_path = tmp_path / "training"  # a word that means nothing there
+    names = [
+        f"{split.format(part)}{number}"
+        for part, number in (("train", "00001-of-2"), ("train", "00000-of-2"), ("test", "0-of-1"))
+    ]
+    for name in names:
+        path = tmp_path / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, [{"question": name, "answer": "a"}])
 
     def read_table(path):
         return SimpleNamespace(to_pylist=lambda: [json.loads(path.read_text())])
 
     def snapshot_download(dataset, *, repo_type, allow_patterns):
         assert (dataset, repo_type) == ("willcb/wiki.v4", "dataset")
-        assert Path("data/train-00000-of-2.parquet").match(allow_patterns)
+        matching = filter_repo_objects(
+            [f"{n}.parquet" for n in names], allow_patterns=allow_patterns
+        )
+        assert list(matching) == [f"{name}.parquet" for name in names[:2]]
         return str(tmp_path)
 
     parquet = ModuleType("pyarrow.parquet")
@@ -546,11 +557,11 @@ def test_hub_dataset_is_read_from_its_train_files(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
     monkeypatch.setattr("environments.snapshot_download", snapshot_download)
     rows = read_rows("willcb/wiki.v4", ("question", "answer"))
-    assert [row["question"] for row in rows] == ["train-00000-of-2", "train-00001-of-2"]
+    assert [row["question"] for row in rows] == [names[1], names[0]]
     assert [row["id"] for row in rows] == ["0", "1"]
 
-    path = tmp_path / "data" / "test-00000-of-1.parquet"
-    assert read_rows(path, ("question",))[0]["question"] == "test-00000-of-1"
+    path = tmp_path / f"{names[2]}.parquet"
+    assert read_rows(path, ("question",))[0]["question"] == names[2]
     with pytest.raises(ValueError, match="line 1: no title; it has question, answer"):
         read_rows(path, ("title",))
     with pytest.raises(ValueError, match="data/missing.parquet can't be read: .*No such file"):

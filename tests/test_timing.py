@@ -92,6 +92,30 @@ def test_what_runs_while_something_is_awaited_is_not_waiting(clock):
     assert watch.trainer.seconds == {"the rest": 0, "waiting": 7, "sampling": 10}
 
 
+def test_what_a_function_returns_to_be_awaited_is_its_own(clock):
+    """As an environment's reward does, where a judge is asked."""
+    watch, gate = Stopwatch(), asyncio.Event()
+
+    async def judge() -> float:
+        await gate.wait()
+        clock.seconds += 3
+        return 1.0
+
+    def reward():
+        clock.seconds += 1
+        return judge()
+
+    async def score() -> float:
+        asking = asyncio.create_task(watch.wrapped("scoring", reward)())
+        await asyncio.sleep(0)
+        clock.seconds += 2
+        gate.set()
+        return await asking
+
+    assert asyncio.run(score()) == 1.0
+    assert watch.trainer.seconds["scoring"] == 6
+
+
 def test_another_thread_has_a_stopwatch_of_its_own(clock):
     watch = Stopwatch()
 
@@ -105,6 +129,49 @@ def test_another_thread_has_a_stopwatch_of_its_own(clock):
     assert watch.trainer.seconds == {"the rest": 5}  # it did not stop meanwhile
     assert watch.beside.seconds["tool calls"] == 5
     assert "| tool calls | 0.000 | 0.0% | 2.500 |" in watch.table(2)
+
+
+def pretended(directory, clock) -> SimpleNamespace:
+    """A trainer whose two models take 2 and 5 seconds for their logprobs."""
+
+    def model(seconds: int) -> SimpleNamespace:
+        def token_logprobs() -> None:
+            clock.seconds += seconds
+
+        return SimpleNamespace(token_logprobs=token_logprobs)
+
+    return SimpleNamespace(
+        environment=SimpleNamespace(reward=None),
+        model=model(2),
+        frozen=model(5),
+        publish=None,
+        pipeline=SimpleNamespace(take=None),
+        engine=None,
+        run=SimpleNamespace(directory=directory),
+    )
+
+
+def test_the_reference_of_full_fine_tuning_is_a_forward_pass(tmp_path, clock):
+    trainer = pretended(tmp_path, clock)
+    with timing.profiling(trainer, 1) as step_done:
+        trainer.model.token_logprobs()
+        trainer.frozen.token_logprobs()
+        step_done()
+    assert "| forward | 7.000 | 100.0% |" in (tmp_path / "profile.md").read_text()
+
+
+@pytest.mark.parametrize("steps, tables", [(0, 0), (2, 1), (3, 1), (4, 1)])
+def test_a_run_of_fewer_steps_than_are_profiled_prints_its_table(
+    tmp_path, clock, capsys, steps, tables
+):
+    trainer = pretended(tmp_path, clock)
+    with timing.profiling(trainer, 3) as step_done:
+        for _ in range(steps):
+            trainer.model.token_logprobs()
+            step_done()
+    printed = capsys.readouterr().out
+    assert printed.count("Where the time went") == tables
+    assert not tables or f"Where the time went: {min(steps, 3)} steps, 2.00 s each" in printed
 
 
 def test_a_profiled_run_is_the_same_run(tmp_path, small, capsys):

@@ -1119,11 +1119,15 @@ def test_a_configuration_survives_its_file(config):
 def test_prime_rls_lora_table_is_read_as_it_stands(tmp_path, table):
     file = tmp_path / "rl.toml"
     lora = 'rank = 4\nalpha = 16\ndropout = 0.5\ntarget_modules = ["q_proj", "experts"]\n'
+    wanted = Config(rank=4, alpha=16.0, dropout=0.5, target_modules=("q_proj", "experts"), steps=7)
     file.write_text(f"steps = 7\n\n[{table}]\n{lora}")
-    config = train.parse_config(["--config", str(file)])
-    assert config == Config(
-        rank=4, alpha=16.0, dropout=0.5, target_modules=("q_proj", "experts"), steps=7
-    )
+    assert train.parse_config(["--config", str(file)]) == wanted
+    named = f'[{table.removesuffix(".lora")}]\nname = "Qwen/Qwen3-0.6B"\n'
+    file.write_text(f"steps = 7\n{named}[{table}]\n{lora}")
+    wanted = dataclasses.replace(wanted, model="Qwen/Qwen3-0.6B")
+    assert train.parse_config(["--config", str(file)]) == wanted
+    file.write_text(named)
+    assert train.parse_config(["--config", str(file)]) == Config(model="Qwen/Qwen3-0.6B")
 
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
@@ -1201,6 +1205,14 @@ BAD_INPUT = {
     "unknown key": (toml("rnak = 3"), ["my.toml", "rnak", "known: rank"]),
     "unknown key in the table": (toml("[model.lora]\nr = 3"), ["my.toml", "'r'"]),
     "unknown table": (toml("[trainer]\nlr = 3"), ["my.toml", "[trainer]"]),
+    "another field in the table": (
+        toml("[model.lora]\nseed = 3"),
+        ["my.toml", "[model.lora]", "seed"],
+    ),
+    "no table of a model": (toml("[model]\nfoo = 3"), ["my.toml", "[model]", "name"]),
+    "a model that is a number": (toml("[model]\nname = 3"), ["my.toml", "model", "str"]),
+    "model named twice": (toml('[trainer.model]\nname = "x"\n[model]\nname = "x"'), ["model"]),
+    "numbers in a list": (toml("target_modules = [1, 2]"), ["my.toml", "target_modules", "[1, 2]"]),
     "key set twice": (toml("rank = 2\n[model.lora]\nrank = 3"), ["my.toml", "rank"]),
     "text for a number": (toml('rank = "8"'), ["my.toml", "rank", "int", "'8'"]),
     "number for a flag": (toml("resume = 1"), ["my.toml", "resume", "bool"]),

@@ -13,7 +13,7 @@ looks: a frozen matrix has no gradient of its own, and the first layer's project
 Bytes and FLOPs are held against measured small runs (tests/test_scale.py): parameters, adapters,
 optimizer and cache to the byte, FLOPs and what autograd keeps within 6%, peak memory within 15%.
 Hours are an estimate: a device's peak rates times a share of them that is assumed, for episodes of
-an assumed length; all assumptions are printed.
+an assumed length that have an assumed prompt in common; all assumptions are printed.
 
 Left out on purpose: the process itself (Python, torch and CUDA: 0.5 to 2 GB), fragmentation (on a
 CPU glibc keeps up to half as much again of what was freed; MALLOC_MMAP_THRESHOLD_=65536 in the
@@ -68,7 +68,7 @@ DEVICES = {
     # Measured on one core: 77 GFLOP/s in fp32, 26 GB/s for all cores together.
     "cpu2": Device("two CPU cores, fp32", 154e9, 26e9, 16e9, train_share=0.5),
 }
-FILL = 0.5  # tokens of a mean episode, as a share of --max-length
+FILL = 0.5  # tokens of a mean episode without --plan-length, as a share of --max-length
 SAMPLED = {"wiki_search": 1 / 3, "math_qa": 0.9}  # of them sampled; of the others tools wrote most
 PROMPT = 0.1  # tokens of the prompt, which a group shares, as a share of the mean episode
 
@@ -315,7 +315,8 @@ def head_bytes(shapes: Qwen3Config, dtype: str) -> int:
 def trained_flops(
     shapes: Qwen3Config, lora: LoRAConfig | None, *, tokens: int, length: float, wanted: int
 ) -> tuple[int, int]:
-    """(forward, backward) FLOPs of `tokens` in sequences of mean `length`, `wanted` with loss.
+    """(forward, backward) FLOPs of `tokens` in sequences of mean `length`, `wanted` with loss; of
+    what sequences begin with in common, which is computed once (packing.py), count it once.
 
     Attention counts whole, as torch's flop counter does; a causal kernel skips up to half of it,
     and one that makes the scores again in the backward pass adds half.
@@ -386,13 +387,19 @@ def adapter_of(config: Config) -> LoRAConfig | None:
     return LoRAConfig(config.rank, config.alpha, config.dropout, tuple(config.target_modules))
 
 
+def episode_length(config: Config) -> float:
+    """Tokens of a mean episode, as assumed."""
+    return config.plan_length or FILL * config.max_length
+
+
 def step_flops(config: Config) -> dict[str, float]:
     """FLOPs of one step by part, for episodes of the assumed mean length."""
     shapes, lora = model_shapes(config.model), adapter_of(config)
-    episodes, length = config.groups * config.group_size, FILL * config.max_length
-    tokens, wanted = episodes * length, episodes * length * SAMPLED[config.environment]
-    # A group's prompt is computed once.
-    prefilled = tokens - wanted - (episodes - config.groups) * PROMPT * length
+    episodes, length = config.groups * config.group_size, episode_length(config)
+    wanted = episodes * length * SAMPLED[config.environment]
+    # A group's prompt is computed once, by the sampler (its cache) and the trainer (packing.py).
+    tokens = episodes * length - (episodes - config.groups) * PROMPT * length
+    prefilled = tokens - wanted
     forward, backward = trained_flops(shapes, lora, tokens=tokens, length=length, wanted=wanted)
     compared = 1.0 if config.kl > 0 else min(1.0, config.micro_tokens / tokens)
     reference = reference_flops(shapes, tokens=tokens, length=length, wanted=wanted)
@@ -410,7 +417,7 @@ def step_seconds(config: Config, device: Device) -> dict[str, float]:
     """Estimated seconds of a step by part: see plan's assumptions."""
     shapes, lora, flops = model_shapes(config.model), adapter_of(config), step_flops(config)
     rate, bandwidth = device.flops * device.train_share, device.bandwidth * device.decode_share
-    episodes, length = config.groups * config.group_size, FILL * config.max_length
+    episodes, length = config.groups * config.group_size, episode_length(config)
     live = min(config.slots, episodes)
     waves = -(-episodes // live)
     weights = base_bytes(shapes, config.dtype) + FP32 * parameters_of(shapes, lora)[1]
@@ -491,13 +498,15 @@ def fits(config: Config, here: dict, server: dict, device: Device) -> str:
 
 def assumptions(config: Config, device: Device) -> list[str]:
     """What the FLOPs, the seconds and the hours rest on, and what the memory leaves out."""
-    length = FILL * config.max_length
+    length = episode_length(config)
+    half = "" if config.plan_length else ", half of --max-length (else --plan-length)"
     shares = f"{device.train_share:.0%} of {device.flops / 1e12:g} TFLOP/s"
     return [
         "assumed",
-        f"  an episode has {length:.0f} tokens, half of --max-length; "
-        f"{SAMPLED[config.environment]:.0%} of them sampled, {PROMPT:.0%} of them the prompt, "
-        "which a group shares",
+        f"  an episode has {length:.0f} tokens{half}; "
+        f"{SAMPLED[config.environment]:.0%} of them are sampled",
+        f"  {PROMPT:.0%} of them, {PROMPT * length:.0f}, are the prompt, which is computed once a "
+        "group in sampling and in training; its episodes share no more",
         "  every group trains, every micro-batch is full, and every expert is read in each decode "
         "step",
         f"  {shares} are reached in prefill, forward and backward pass, "

@@ -9,10 +9,11 @@
     engine          vLLM                                vLLM where it is installed, else embedded
     the rest        rank, targets, loss, KL, ...        as it stands
 
-What is replaced is printed, a line a field. A mixture of experts is rehearsed on one: the tiny
-checkpoint with each MLP copied into four experts under a random router, which goes when the
-rehearsal ends. The copies are equal and their weights sum to one, so it computes what the dense one
-does (sparse upcycling, arXiv 2212.05055), until an adapter makes the experts differ.
+What is replaced is printed, a line a field; what the run itself would be refused for is refused. A
+mixture of experts is rehearsed on one: the tiny checkpoint with each MLP copied into four experts
+under a random router, which goes when the rehearsal ends. The copies are equal and their weights
+sum to one, so it computes what the dense one does (sparse upcycling, arXiv 2212.05055), until an
+adapter makes the experts differ.
 
 Left out on purpose: the parts that only the real run has (its tokenizer and template, its memory,
 bfloat16, CUDA); --plan tells of the memory.
