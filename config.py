@@ -35,6 +35,8 @@ RESUMABLE = (
     "judge_url",
     "shard_base",
     "gradient_checkpointing",
+    "threads",
+    "sampler_threads",
 )
 # Of no run's file:
 COMMANDS = ("eval_only", "plan", "plan_device", "profile", "rehearse", "output", "resume")
