@@ -35,6 +35,8 @@ RESUMABLE = (
     "judge_url",
     "shard_base",
     "gradient_checkpointing",
+    "threads",
+    "sampler_threads",
 )
 # Of no run's file:
 PLAN = ("plan", "plan_device", "plan_length")

@@ -72,7 +72,7 @@ class Run:
 
     def write_facts(self) -> None:
         facts = {key: getattr(self, key) for key in ("run_id", "attempt", "episodes_started")}
-        facts["directory"] = str(self.directory.resolve())  # a copy elsewhere is another run
+        facts["directory"] = str(self.directory.resolve())  # by which a copy is known
         write_json(self.directory / "run.json", facts)
 
     def release(self) -> None:
@@ -108,8 +108,13 @@ def open_run(config, name: str) -> Run:
         if config.steps < done:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
         lock = hold(directory)
+        threads = [key for key in ("threads", "sampler_threads") if before.get(key) != now.get(key)]
+        if threads:
+            print(f"goes on with another {' and '.join(threads)}: bits may differ, sums round anew")
         facts = json.loads((directory / "run.json").read_text())
-        copied = facts.get("directory") not in (None, str(directory.resolve()))
+        # One that was moved is the same run still; of a copy the original is there too.
+        recorded = Path(facts.get("directory", directory)).resolve()
+        copied = recorded != directory.resolve() and recorded.exists()
         run_id, started = new_id() if copied else facts["run_id"], facts["episodes_started"]
         run = Run(directory, run_id, facts["attempt"] + 1, episodes_started=started)
         remove_leftovers(directory)
@@ -444,9 +449,12 @@ def finish(
         summary["model_bytes"] = trained_bytes
     write_json(run.directory / "summary.json", summary)
     plot(run, run.directory.name, panels)
+    to_view = f"its episodes    python tools/viewer.py {run.directory}"
     if not after:
         dropped = f", {run.episodes_dropped} episodes dropped" if run.episodes_dropped else ""
         print(f"\nstopped after step {run.step}{dropped}; go on: --output {run.directory} --resume")
+        if (run.directory / "samples.jsonl").is_file() and not getattr(config, "rehearse", False):
+            print(f"  {to_view}", flush=True)
         return
     changes = ", ".join(
         f"{words} {before[key]:.3f} -> {after[key]:.3f}"
@@ -455,7 +463,7 @@ def finish(
     )
     to_read, rehearsed = ", samples.jsonl", getattr(config, "rehearse", False)
     if "reward" in panels and not rehearsed:
-        to_read = f", and\n  its episodes    python tools/viewer.py {run.directory}"
+        to_read = f", and\n  {to_view}"
     print(
         f"\n{changes} in {seconds:.0f} s"
         f"{f' (attempt {run.attempt} alone)' if run.attempt > 1 else ''}, "

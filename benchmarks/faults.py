@@ -11,10 +11,17 @@ Six kinds of rounds in turn, each with its own `undisturbed` run of the same sma
     supervisor             overlapped; what watches that server is killed, the run must end
     server                 in turns, on a server that was there before; killed and started anew
 
+A moment is anywhere from a run's start to its end, the final evaluation and what it writes after it
+included. A round counts as a kill if a process was there to be killed and the run ended with an
+error; others (no server yet, or the run had ended) are in the result, and that kind is tried again.
+
 After every kill: no process of the run is left, every published version is complete, and a server
-that lives on names none that was not published. After
-`--resume`: the steps are all there, once each, in order, no trajectory is older than the bound, the
-newest version alone is left on disk, none on a shared server, and no process.
+that lives on names none that was not published. After `--resume`, beside the undisturbed run: every
+step is there once, in order, with as many samples of the same questions; as many episodes were
+trained on, and the others counted as dropped; no trajectory is older than the bound; the held-out
+reward is the same before training, and after it the same where the run is bit for bit, else within
+EVAL_BOUND (a resumed run samples some steps by newer versions, and a server's batches are others).
+The newest version alone is left on disk, none on a shared server, and no process.
 
 --result: written after every round; a benchmark that is run again goes on where it was.
 """
@@ -38,10 +45,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from broadcast import list_published, read_adapter  # noqa: E402
 from client import call  # noqa: E402
-from tools.vllm_server import TorchServer  # noqa: E402
+from tools.vllm_server import TorchServer, listeners  # noqa: E402
 
-STEPS = 6
-JOB = f"""--steps {STEPS} --save-every 2 --groups 2 --group-size 4 --eval-size 8
+STEPS, EPISODES = 6, 8  # a step: --groups times --group-size
+EVAL_BOUND = 0.25  # of eval_after: 8 of the 32 held-out questions
+# With a KL, so that every episode is trained on and the samples are of one question a step.
+JOB = f"""--steps {STEPS} --save-every 2 --groups 2 --group-size 4 --eval-size 32 --kl 0.001
     --threads 1""".split()
 OVERLAPPED = ["--max-staleness", "1", "--sampler-threads", "1"]
 KINDS = {  # what is killed -> flags of the run
@@ -68,16 +77,8 @@ def is_supervisor(command: str) -> bool:
 
 def server_process(url: str) -> int:
     """The number of the process that serves at a URL."""
-    port = url.rpartition(":")[2]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if port in words and is_server(" ".join(words)):
-                return int(entry.name)
-    raise RuntimeError(f"nobody serves at {url}")
+    ((process,),) = listeners(int(url.rpartition(":")[2]))
+    return process
 
 
 class Job:
@@ -130,9 +131,12 @@ class Job:
                 raise AssertionError(f"left behind: {left}")
             time.sleep(0.1)
 
-    def rows(self) -> list[dict]:
-        lines = (self.output / "metrics.jsonl").read_text().splitlines()
+    def rows(self, file: str = "metrics.jsonl") -> list[dict]:
+        lines = (self.output / file).read_bytes().splitlines()
         return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+    def facts(self, file: str = "summary.json") -> dict:
+        return json.loads((self.output / file).read_text())
 
     def published(self) -> list[Path]:
         """All versions on disk, each read and found complete."""
@@ -155,15 +159,24 @@ def check(job: Job, reference: Job, bit_for_bit: bool, staleness: int) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), rows
     ages = [row["step"] - 1 - row["version"] for row in rows]
     assert [row["staleness_max"] for row in rows] == ages and max(ages) <= staleness, ages
-    summary = json.loads((job.output / "summary.json").read_text())
-    expected = json.loads((reference.output / "summary.json").read_text())
-    assert summary["steps"] == STEPS and summary["eval_after"] is not None
+    assert all(row["tokens_sampled"] > 0 and row["tokens_trained"] > 0 for row in rows), rows
+    questions, theirs = (
+        [(row["step"], row["question"]) for row in each.rows("samples.jsonl")]
+        for each in (job, reference)
+    )
+    assert questions == theirs, (questions, theirs)
+    summary, expected = job.facts(), reference.facts()
+    assert summary["steps"] == STEPS
     assert summary["eval_before"] == expected["eval_before"]
+    evaluations = summary["eval_after"], expected["eval_after"]
+    assert abs(evaluations[0] - evaluations[1]) <= EVAL_BOUND, evaluations
+    started, dropped = job.facts("run.json")["episodes_started"], summary["episodes_dropped"]
+    assert started - dropped == STEPS * EPISODES, (started, dropped)
     assert [path.name for path in job.published()] == [f"v{STEPS:06d}"]
     job.wait_until_gone()
     if bit_for_bit:
         assert rows == reference.rows()
-        assert summary["eval_after"] == expected["eval_after"]
+        assert evaluations[0] == evaluations[1]
         for name in ("adapter/adapter_model.safetensors", "samples.jsonl"):
             ours, theirs = (path / name for path in (job.output, reference.output))
             assert ours.read_bytes() == theirs.read_bytes(), name
@@ -171,7 +184,8 @@ def check(job: Job, reference: Job, bit_for_bit: bool, staleness: int) -> None:
 
 async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
     """One kill and its repair. moment 2.4: after two steps and 0.4 of the time that the undisturbed
-    run took for its third, whatever else the machine does meanwhile."""
+    run took for its third, whatever else the machine does meanwhile; 6.4: in what follows the last
+    step."""
     shared, command = None, []
     if "vllm" in job.flags:
         shared = TorchServer(MODEL, job.output.with_suffix(".server.log"), threads=1)
@@ -195,6 +209,7 @@ async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
         code = process.wait(LIMIT)
         job.wait_until_gone()
         rows = job.steps_done()
+        assert code or rows == STEPS, f"{kind}: ended well after {rows} steps"
         versions = job.published() if job.output.exists() else []
         if kind == "trainer, shared":
             assert set(served(shared.url).values()) <= set(versions)
@@ -211,14 +226,21 @@ async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
         if shared:
             await shared.__aexit__()
     check(job, reference, kind == "trainer, in turns", 1 if OVERLAPPED[0] in job.flags else 0)
-    return {"kind": kind, "moment": moment, "exit_code": code, "steps_done": rows}
+    entry = {"kind": kind, "moment": moment, "victims": len(victims), "exit_code": code}
+    return entry | {"steps_done": rows, "eval_after": job.facts()["eval_after"]}
+
+
+def is_kill(entry: dict) -> bool:
+    """Whether somebody was killed, and the run ended of it."""
+    return entry["victims"] > 0 and entry["exit_code"] != 0
 
 
 MODEL = str(ROOT / "assets" / "tiny-qwen3")
 
 
 async def undisturbed(kind: str, job: Job) -> Job:
-    """Runs it; job.seconds: to the end of the first step, from there to that of the second, ..."""
+    """Runs it; job.seconds: to the end of the first step, from there to that of the second, ...,
+    and from that of the last to the end of the run."""
     async with contextlib.AsyncExitStack() as stack:
         flags = []
         if "vllm" in job.flags:
@@ -230,6 +252,7 @@ async def undisturbed(kind: str, job: Job) -> Job:
             job.wait_for(step, process)
             clock.append(time.monotonic())
         code = process.wait(LIMIT)
+        clock.append(time.monotonic())
         assert not code, f"{kind}: exit code {code}"
     job.seconds = [after - before for before, after in itertools.pairwise(clock)]
     job.published()
@@ -242,20 +265,23 @@ async def run(options) -> None:
     rounds = json.loads(result.read_text())["rounds"] if result and result.is_file() else []
     started, references = time.monotonic(), {}
     with tempfile.TemporaryDirectory(prefix="faults-") as directory:
-        for number in range(len(rounds), options.rounds):
-            kind = list(KINDS)[number % len(KINDS)]
+        while (kills := sum(map(is_kill, rounds))) < options.rounds:
+            number, kind = len(rounds), list(KINDS)[kills % len(KINDS)]
+            if number >= 10 and not any(map(is_kill, rounds[-10:])):
+                raise AssertionError(f"{kind}: ten rounds without a kill")
             if kind not in references:
                 job = Job(Path(directory) / f"undisturbed-{len(references)}", KINDS[kind])
                 references[kind] = await undisturbed(kind, job)
-            moment = random.Random(options.seed + number).uniform(0, STEPS)
+            moment = random.Random(options.seed + number).uniform(0, STEPS + 1)
             job = Job(Path(directory) / f"round-{number}", KINDS[kind])
             rounds.append(await round_of(kind, job, references[kind], moment))
             print(json.dumps({"round": number + 1, **rounds[-1]}), flush=True)
             if result:
                 text = json.dumps({"benchmark": "faults", "seed": options.seed, "rounds": rounds})
                 result.write_text(text + "\n")
-    print(f"{time.monotonic() - started:.0f} s; killed, and the run ended as an undisturbed one:")
-    killed = [entry for entry in rounds if entry["exit_code"]]  # the others ended just before
+    killed = [entry for entry in rounds if is_kill(entry)]
+    print(f"{time.monotonic() - started:.0f} s, {len(rounds) - len(killed)} rounds without a kill")
+    print("killed, and the run ended as an undisturbed one:")
     for kind, times in Counter(entry["kind"] for entry in killed).items():
         done = [entry["steps_done"] for entry in killed if entry["kind"] == kind]
         print(f"  {kind:20} {times:3} times, after {min(done)} to {max(done)} of {STEPS} steps")
@@ -263,7 +289,7 @@ async def run(options) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("benchmarks/faults.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=len(KINDS))
+    parser.add_argument("--rounds", type=int, default=len(KINDS), help="kills in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--result", help="a JSON file, from which an earlier start goes on")
     asyncio.run(run(parser.parse_args()))

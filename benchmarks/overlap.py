@@ -70,7 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser("benchmarks/overlap.py", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--result", help="a JSON file")
     options, more = parser.parse_known_args()  # what is more is for train.py
+    if options.steps < 4:
+        parser.error("--steps must be 4 or more, since the first two fill the pipeline")
     results = {}
     with tempfile.TemporaryDirectory() as directory:
         for name in options.ways:
@@ -82,7 +85,10 @@ def main() -> None:
         for name in results.keys() - {"overlapped"}:
             ratio = results[name]["seconds_a_step"] / overlapped
             print(f"{name} takes {ratio:.2f} times as long a step as overlapped")
-    print(json.dumps({"benchmark": "overlap", "steps": options.steps, **results}))
+    text = json.dumps({"benchmark": "overlap", "steps": options.steps, **results})
+    print(text)
+    if options.result:
+        Path(options.result).write_text(text + "\n")
 
 
 if __name__ == "__main__":

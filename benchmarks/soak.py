@@ -6,6 +6,9 @@ Every tenth step: resident memory and open files of the trainer and of its serve
 on disk and on the server. Flat: the mean of the last third is within 2% of the middle third's for
 memory, and no more for what is counted. (The first third is warm-up: caches fill, the allocator
 finds its size.)
+
+One thing grows, and may, by one a step: the empty directories (.v000018.retired) that versions
+leave behind, so that no path is used twice (broadcast.py: retire). They are a row of their own.
 """
 
 import argparse
@@ -24,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 JOB = """--groups 2 --group-size 4 --eval-size 8 --save-every 20 --max-staleness 1
     --threads 1 --sampler-threads 1""".split()
 SLACK = {"memory": 1.02, "files": 1.0, "versions": 1.0}
+RETIRED = "retired names on disk"
 
 
 def measured(process: int, name: str) -> dict:
@@ -52,6 +56,7 @@ def soak(steps: int, every: int, output: Path) -> list[dict]:
                 row |= measured(server_process(url), "server")
                 row["versions on disk"] = len(list(output.glob("broadcasts/*/v*")))
                 row["versions on the server"] = len(served) - 1
+                row[RETIRED] = len(list(output.glob("broadcasts/*/.v*.retired")))
                 rows.append(row)
     if process.returncode:
         raise SystemExit(f"train.py ended with exit code {process.returncode}")
@@ -95,9 +100,11 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         rows = soak(options.steps, options.every, Path(directory) / "run")
-    grown = {name: round(growth(rows, name), 4) for name in rows[0] if name != "step"}
+    flat = [name for name in rows[0] if name not in ("step", RETIRED)]
+    grown = {name: round(growth(rows, name), 4) for name in flat}
     for name, factor in grown.items():
         print(f"{name}: {rows[0][name]:.0f} at first, {rows[-1][name]:.0f} at last, x {factor}")
+    print(f"{RETIRED}: {rows[0][RETIRED]} at first, {rows[-1][RETIRED]} at last (one a step)")
     print(f"{options.steps} steps in {time.monotonic() - started:.0f} s")
     if options.figure:
         draw(rows, options.figure)
@@ -106,6 +113,8 @@ def main() -> None:
         Path(options.result).write_text(json.dumps(content) + "\n")
     if risen := [name for name, x in grown.items() if x > SLACK[name.split()[0]]]:
         raise SystemExit(f"not flat: {', '.join(risen)}")
+    if any(row[RETIRED] > row["step"] + 1 for row in rows):  # the next may end while we count
+        raise SystemExit(f"{RETIRED}: more than one a step")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,13 @@ import train
 from client import VLLMEngine
 from config import Config, check_config
 from tools import vllm_server
-from tools.vllm_server import VLLMServer, server_command, server_environment
+from tools.vllm_server import (
+    RunServer,
+    TorchServer,
+    VLLMServer,
+    server_command,
+    server_environment,
+)
 
 ROOT = Path(train.__file__).parent
 LIMIT = 10.0  # seconds to wait for what should take a tenth of one
@@ -309,8 +315,8 @@ def test_a_server_is_awaited_used_and_ended(tmp_path, monkeypatch, capfd):
     assert asyncio.run(entered(server)) != 0  # ended by a signal
     assert not server.answers()
     printed = capfd.readouterr().out
-    assert f"vLLM is starting at {server.url} (log: {server.log})" in printed
-    assert "vLLM is ready" in printed
+    assert f"vLLM is starting (log: {server.log})" in printed
+    assert f"vLLM is ready at {server.url}" in printed
     assert "GET /health" in server.log.read_text()
 
 
@@ -386,6 +392,45 @@ def test_a_port_in_use_is_reported_and_nobody_else_is_taken_for_our_server(tmp_p
     finally:
         other.shutdown()
         other.server_close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells whose a port is")
+def test_who_takes_the_port_during_the_start_and_answers_is_not_taken_for_our_server(
+    tmp_path, monkeypatch
+):
+    stand_in(monkeypatch, "import sys; sys.stdin.read(); import time; time.sleep(0.5)")
+    server = VLLMServer("some/model", tmp_path / "vllm.log")
+    others = []
+
+    def take_port(*_):  # between the look at the port and the start of what should have it
+        others.append(HTTPServer(("127.0.0.1", server.port), Healthy))
+        threading.Thread(target=others[0].serve_forever, daemon=True).start()
+        return "a server's command"
+
+    monkeypatch.setattr(vllm_server.shlex, "join", take_port)
+    try:
+        with pytest.raises(RuntimeError, match="did not start: it ended with exit code 0"):
+            asyncio.run(entered(server))
+        assert vllm_server.listeners(server.port) == [{os.getpid()}]
+    finally:
+        others[0].shutdown()
+        others[0].server_close()
+
+
+CHOOSING = ANSWERING.replace("HTTPServer((", "server = HTTPServer((").replace(
+    ".serve_forever()", "\nprint('serving at http://127.0.0.1:%d' % server.server_port, flush=True)"
+    "\nserver.serve_forever()",
+)  # fmt: skip
+
+
+def test_a_server_that_chooses_its_port_is_found_where_it_says(tmp_path):
+    """In what it says itself: the log may hold what a server before it said."""
+    log = tmp_path / "serve.log"
+    log.write_text("serving at http://127.0.0.1:1\n")
+    server = RunServer("some server", [sys.executable, "-c", CHOOSING, "0"], 0, log)
+    asyncio.run(entered(server))
+    assert f"serving at {server.url}\n" in log.read_text()
+    assert "--port 0" in " ".join(TorchServer("some/model", log, slots=3).command)
 
 
 def test_a_port_that_is_taken_during_the_start_is_reported(tmp_path, monkeypatch):

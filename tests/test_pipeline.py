@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train import (
     again,
+    as_it_is,
     go,
     live_versions,
     on_call,
@@ -37,13 +38,14 @@ from test_train import (
     rows_of,
     small,
 )
-from tiny import close, randomise_adapter, tiny_config, tiny_model, tiny_tokens
+from tiny import tiny_config, tiny_model
 
 import broadcast
 import train
+from benchmarks import faults
 from broadcast import save_adapter
 from config import Config, threads_of, to_toml
-from engine import Request, TorchEngine
+from engine import TorchEngine
 from lora import LoRAConfig, inject_lora, lora_parameters
 from model import Qwen3
 from pipeline import Pipeline, cancel_others
@@ -51,7 +53,7 @@ from run import Run, load_checkpoint, open_run, save_checkpoint
 from tools import vllm_server
 from tools.serve import Server
 
-__all__ = ["quick", "small"]  # fixtures
+__all__ = ["as_it_is", "quick", "small"]  # fixtures
 ROOT = Path(train.__file__).parent
 LIMIT = 10.0  # seconds to wait for what should take a hundredth of one
 delays = st.lists(st.floats(0, 0.003), min_size=1, max_size=8)
@@ -189,43 +191,6 @@ def test_batches_under_way_at_an_end_are_dropped():
             assert not pipeline.versions
 
     asyncio.run(loop())
-
-
-@settings(max_examples=4)
-@given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 3))
-def test_publishing_during_generation_leaves_what_is_in_flight_unchanged(seed, after, versions):
-    """The embedded engine, as tools/serve.py runs it: other versions come and are sampled too."""
-    model = tiny_model(tiny_config(num_hidden_layers=1), seed)
-    lora = LoRAConfig(rank=2)
-    inject_lora(model, lora)
-    prompt = tiny_tokens(model.config, 1, 6, seed)[0].tolist()
-
-    async def sample(published: int):
-        engine = TorchEngine(model, slots=4, max_length=32)
-        engine.add_adapter("v0", directories[0])
-        request = Request(prompt, 16, 1.0, "v0", seed=seed)
-        answer = asyncio.create_task(engine.generate(request))
-        for _ in range(after):
-            await asyncio.sleep(0)
-        others = []
-        for number in range(1, published + 1):
-            engine.add_adapter(f"v{number}", directories[number])
-            other = Request(prompt, 8, 1.0, f"v{number}", seed=seed + number)
-            others.append(asyncio.create_task(engine.generate(other)))
-        completion = await answer
-        await asyncio.gather(*others)
-        for name in engine.adapters:
-            engine.remove_adapter(name)
-        return completion
-
-    with tempfile.TemporaryDirectory() as directory:
-        directories = [Path(directory) / f"{number}" for number in range(4)]
-        for number, path in enumerate(directories):
-            randomise_adapter(model, seed + number)
-            save_adapter(model, lora, path)
-        alone, among = asyncio.run(sample(0)), asyncio.run(sample(versions))
-    assert among.token_ids == alone.token_ids
-    close(torch.tensor(among.logprobs), torch.tensor(alone.logprobs))
 
 
 def test_a_server_forgets_a_version_after_its_last_request(tmp_path):
@@ -535,6 +500,32 @@ def test_a_copied_directory_goes_on_under_names_of_its_own(tmp_path, small):
     assert (again.run_id, again.attempt) == (copied.run_id, 4)
 
 
+def test_a_directory_that_was_moved_is_the_same_run_still(tmp_path, small):
+    """So that it finds, by its names, what its dead attempt has left on a shared server."""
+    fields = small | {"output": str(tmp_path / "run")}
+    first = open_run(Config(**fields), "x")
+    first.release()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for _ in range(2):
+        moved = open_run(Config(**fields | {"output": str(tmp_path / "moved")}, resume=True), "x")
+        moved.release()
+        assert moved.run_id == first.run_id
+    shutil.copytree(tmp_path / "moved", tmp_path / "run")
+    copied = open_run(Config(**fields, resume=True), "x")
+    copied.release()
+    assert copied.run_id != first.run_id
+
+
+def test_threads_may_differ_on_resume_and_it_says_so(tmp_path, small, capsys):
+    """A machine with fewer cores refuses the run's own number of them."""
+    fields = small | {"output": str(tmp_path / "run"), "threads": 4}
+    open_run(Config(**fields), "x").release()
+    open_run(Config(**fields, resume=True), "x").release()
+    assert "threads" not in capsys.readouterr().out
+    open_run(Config(**fields | {"threads": 2}, resume=True), "x").release()
+    assert "goes on with another threads: bits may differ" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("written", [[], ["run.json"], ["run.json", ".config.toml.tmp"]])
 def test_killed_while_it_opened_its_directory_a_run_can_be_started_again(tmp_path, small, written):
     """And what says that there is a run to resume, config.toml, is written last."""
@@ -555,16 +546,97 @@ def test_killed_while_it_opened_its_directory_a_run_can_be_started_again(tmp_pat
     open_run(dataclasses.replace(config, resume=True), "x").release()
 
 
+# --- it learns ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_overlapped_run_learns(tmp_path, as_it_is):
+    """The default job, shortened, sampled by a server one step behind."""
+    fields = {"max_staleness": 1, "threads": 1, "sampler_threads": 1}
+    fields |= {"steps": 16, "group_size": 8, "eval_size": 128}
+    output = go(tmp_path / "run", fields)
+    summary, rows = json.loads((output / "summary.json").read_text()), rows_of(output)
+    assert [row["staleness_max"] for row in rows] == [0] + 15 * [1]
+    assert summary["eval_before"] <= 0.5 and summary["eval_after"] >= summary["eval_before"] + 0.2
+
+
 # --- killed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_every_process_is_killed_once_and_every_run_ends_as_if_undisturbed():
-    """One kill of each kind at a random moment; benchmarks/faults.py says what is checked."""
+    """One kill of each kind at a random moment; benchmarks/faults.py says what counts as one, and
+    what is checked."""
     command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_round_without_a_kill_is_no_round(tmp_path, monkeypatch, capsys):
+    """The run had ended, or there was nobody yet to be killed: the same kind is tried again."""
+    ends = [(0, 0), (0, 1), (-9, 1), (1, 2), (0, 1), (1, 1)]  # exit code, victims
+    kinds, moments = [], []
+
+    async def undisturbed(kind, job):
+        return job
+
+    async def round_of(kind, job, reference, moment):
+        code, victims = ends[len(kinds)]
+        kinds.append(kind)
+        moments.append(moment)
+        return {"kind": kind, "exit_code": code, "victims": victims, "steps_done": 1}
+
+    monkeypatch.setattr(faults, "undisturbed", undisturbed)
+    monkeypatch.setattr(faults, "round_of", round_of)
+    result = tmp_path / "faults.json"
+    for rounds in (2, 3):  # the second start goes on
+        asyncio.run(faults.run(SimpleNamespace(result=str(result), rounds=rounds, seed=0)))
+    first, second, third, *_ = faults.KINDS
+    assert kinds == [first] * 3 + [second] + [third] * 2
+    assert len(set(moments)) == 6 and len(json.loads(result.read_text())["rounds"]) == 6
+    assert "3 rounds without a kill" in capsys.readouterr().out
+
+
+def put(lines: list[dict], file: Path) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def finished(directory: Path) -> faults.Job:
+    """What an undisturbed run of benchmarks/faults.py leaves, as far as it is compared."""
+    directory.mkdir()
+    steps = range(1, faults.STEPS + 1)
+    tokens = {"tokens_sampled": 9, "tokens_trained": 9, "staleness_max": 0}
+    put([{"step": s, "version": s - 1, **tokens} for s in steps], directory / "metrics.jsonl")
+    put([{"step": s, "question": f"{s}?"} for s in steps], directory / "samples.jsonl")
+    ended = {"steps": faults.STEPS, "eval_before": 0.25, "eval_after": 0.5, "episodes_dropped": 8}
+    put([ended], directory / "summary.json")
+    started = faults.STEPS * faults.EPISODES + 8
+    put([{"episodes_started": started}], directory / "run.json")
+    return faults.Job(directory, [])
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    "file, change",
+    [
+        ("metrics.jsonl", {"tokens_sampled": 0}),
+        ("metrics.jsonl", {"step": 5}),
+        ("metrics.jsonl", {"staleness_max": 1, "version": faults.STEPS - 2}),
+        ("samples.jsonl", {"question": "another?"}),
+        ("summary.json", {"eval_after": 0.5 + faults.EVAL_BOUND + 1 / 32}),
+        ("summary.json", {"eval_before": 0.5}),
+        ("summary.json", {"episodes_dropped": 7}),
+    ],
+)
+def test_a_run_that_did_not_end_as_an_undisturbed_one_is_found(tmp_path, monkeypatch, file, change):
+    monkeypatch.setattr(faults.Job, "published", lambda job: [Path(f"v{faults.STEPS:06d}")])
+    job, reference = (finished(tmp_path / name) for name in ("job", "reference"))
+    faults.check(job, reference, False, 0)
+    *rest, last = job.rows(file)
+    put([*rest, last | change], job.output / file)
+    with pytest.raises(AssertionError):
+        faults.check(job, reference, False, 0)
 
 
 # --- one base -------------------------------------------------------------------------------------

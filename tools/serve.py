@@ -11,7 +11,8 @@
     POST /v1/unload_lora_adapter     forgets the name at once, the adapter after its last request
 
 So one protocol serves both engines. The checkpoint is memory-mapped: processes that load the same
-one share its pages, and a frozen base is never written, so they stay shared.
+one share its pages, and a frozen base is never written, so they stay shared; not what loading must
+copy, the experts (they are stacked) and a base in another --dtype than its file's.
 
 Left out on purpose: text (ids go in, ids come out), streaming, more than one completion a request,
 other addresses than 127.0.0.1, and aborting a request whose client has gone: it runs to its end.

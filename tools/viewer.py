@@ -9,7 +9,8 @@
 
 An episode is shown as the trainer saw it: sampled tokens are coloured by logprob or by importance
 ratio (trainer / sampler), forced ones are grey and carry no loss. Text is never encoded again: a
-token's text is decoded from its id.
+token's text is decoded from its id. Version v is the adapter after v steps: step 1 is sampled by
+version 0.
 
 Left out on purpose: a server, live updates (run the command again), attention maps.
 """

@@ -9,6 +9,10 @@ because vLLM's engine is a process of its own that would outlive the API server.
 itself is killed, the kernel tells the server to end (Linux). tools/serve.py is started and ended in
 the same way.
 
+No port is held for a server before it listens, so a stranger may take it first and answer in its
+place. tools/serve.py therefore chooses a port itself and says in its log which; vLLM, which cannot,
+is ready once whoever listens at its port belongs to the session that the supervisor leads (Linux).
+
 Every flag follows from the run: adapters on, room for each version that can be alive at once,
 log-probabilities after temperature (vLLM's default ignores it), no sampling defaults from the
 checkpoint (Qwen3's generation_config.json would set top_p and top_k).
@@ -23,6 +27,7 @@ a kill -9 of it its engine, VLLM::EngineCore, stays, and is to be ended too.
 import asyncio
 import ctypes
 import os
+import re
 import shlex
 import signal
 import socket
@@ -30,7 +35,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,35 +112,58 @@ def server_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now; whoever else takes it first is found at the start."""
+    """A port that nobody listens on just now; if another takes it first, the server that was to
+    have it fails, and RunServer.listens tells the two apart."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
+def listeners(port: int) -> list[set[int]]:
+    """Of each socket that listens at an IPv4 port of this machine, the processes that hold it, of
+    those that we may look into (Linux; the kernel gives a socket a number, its inode)."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]  # number, local address, remote, state, ..., inode
+    sockets = {
+        f"socket:[{row[9]}]": set()
+        for row in rows
+        if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port  # 0A: it listens
+    }
+    for process in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
+        with suppress(OSError):  # it has ended, or is another user's
+            for descriptor in os.listdir(f"/proc/{process}/fd"):
+                with suppress(FileNotFoundError):  # closed meanwhile
+                    if (file := os.readlink(f"/proc/{process}/fd/{descriptor}")) in sockets:
+                        sockets[file].add(int(process))
+    return list(sockets.values())
+
+
 class RunServer:
     """One server of one run: `async with` starts it, waits until it answers, and ends it.
 
-    name: of what is started, for messages. log: file that takes what it prints. threads: of its
-    matrix products; 0 leaves them to the environment. Raises RuntimeError, with the end of the log,
-    if the server dies or does not answer.
+    name: of what is started, for messages. port: where the command listens; 0: on a free port, and
+    its log has a line that ends in "at http://127.0.0.1:PORT". log: file that takes what it prints.
+    threads: of its matrix products; 0 leaves them to the environment. Raises RuntimeError, with the
+    end of the log, if the server dies or does not answer.
     """
 
     def __init__(self, name: str, command: list[str], port: int, log: Path, threads: int = 0):
         self.name, self.command, self.port, self.log = name, command, port, log
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}" if port else ""  # "": not known yet
         self.environment = server_environment()
         if threads:
             self.environment["OMP_NUM_THREADS"] = str(threads)
 
     async def __aenter__(self) -> "RunServer":
-        with socket.socket() as visitor:
-            if visitor.connect_ex(("127.0.0.1", self.port)) == 0:  # it would answer in our place
-                raise RuntimeError(
-                    f"port {self.port} is in use; {self.name} cannot listen at {self.url}"
-                )
+        if self.url:
+            with socket.socket() as visitor:
+                if visitor.connect_ex(("127.0.0.1", self.port)) == 0:
+                    raise RuntimeError(
+                        f"port {self.port} is in use; {self.name} cannot listen at {self.url}"
+                    )
         with self.log.open("a") as stream:
             print(shlex.join(self.command), file=stream, flush=True)
+            self.begin = stream.tell()  # what stands before is of servers before
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), "--supervise", *self.command],
                 stdin=subprocess.PIPE,
@@ -146,7 +174,7 @@ class RunServer:
             )
         started = time.monotonic()
         starting = f"{self.name} is starting"
-        print(f"{starting} at {self.url} (log: {self.log})", flush=True)
+        print(f"{starting} (log: {self.log})", flush=True)
         try:
             with tqdm(
                 desc=starting, bar_format="{desc} {elapsed}", leave=False, disable=None
@@ -161,7 +189,8 @@ class RunServer:
         except BaseException:
             await self.__aexit__()
             raise
-        print(f"{self.name} is ready after {time.monotonic() - started:.0f} s", flush=True)
+        seconds = time.monotonic() - started
+        print(f"{self.name} is ready at {self.url} after {seconds:.0f} s", flush=True)
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -169,14 +198,32 @@ class RunServer:
         self.process.wait()
 
     def answers(self) -> bool:
-        if self.process.poll() is not None:
-            return False  # somebody else may answer there
+        """Whether the server answers, and not somebody else at its port."""
+        self.url = self.url or self.url_in_log()
+        if not self.url or self.process.poll() is not None:
+            return False
         try:
             with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=5)) as connection:
                 connection.request("GET", "/health")
-                return connection.getresponse().status == 200
+                return connection.getresponse().status == 200 and self.listens()
         except (OSError, HTTPException):
             return False
+
+    def url_in_log(self) -> str:
+        """What a server that chose its port has printed, or ""."""
+        with self.log.open("rb") as stream:
+            stream.seek(self.begin)
+            found = re.search(rb" at (http://127\.0\.0\.1:\d+)\n", stream.read())
+        return found[1].decode() if found else ""
+
+    def listens(self) -> bool:
+        """Whether every socket that listens at the server's port is held by it, or by a process
+        that it started."""
+        if not self.port or sys.platform != "linux":
+            return True
+        sockets = listeners(self.port)
+        ours = [any(os.getsid(number) == self.process.pid for number in held) for held in sockets]
+        return bool(ours) and all(ours)
 
     def last_words(self, lines: int = 8) -> str:
         """Whether it lives, and the end of its log."""
@@ -196,14 +243,14 @@ class VLLMServer(RunServer):
 
 
 class TorchServer(RunServer):
-    """tools/serve.py, the embedded engine in a process of its own; settings: its flags."""
+    """tools/serve.py, the embedded engine in a process of its own; settings: its flags but --port,
+    which is a free one."""
 
     def __init__(self, model: str, log: Path, threads: int = 0, **settings):
-        settings.setdefault("port", free_port())
         command = [sys.executable, str(Path(__file__).resolve().parent / "serve.py"), model]
-        for name, value in settings.items():
+        for name, value in (settings | {"port": 0}).items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        super().__init__("tools/serve.py", command, settings["port"], log, threads)
+        super().__init__("tools/serve.py", command, 0, log, threads)
 
 
 def end_with_parent() -> None:
