@@ -175,7 +175,7 @@ def growth() -> list[str]:
     ]
     return [
         "",
-        "Exponents with which a training step's time and its memory grow, in brackets those of its "
+        "Exponents with which a step's time and its memory grow, in brackets those of its "
         f"work ([figure](benchmarks/growth.png)): {'; '.join(told)}.",
     ]
 
