@@ -75,6 +75,7 @@ SHAPES = {
     },
 }
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RESULTS = Path(__file__).with_suffix(".json")
 RANK, ALPHA = 8, 32.0
 MICRO = {"tiny": 16, "slice": 4}  # rows of a micro-batch of the peer on ragged work
 REPEATS = {  # else 1
@@ -442,14 +443,16 @@ def main(
     works: tuple[Literal["rectangles", "ragged", "savings"], ...] = ("rectangles", "ragged"),
     threads: int = 1,
     repeats: int | None = None,
+    output: Path = RESULTS,
 ) -> None:
-    """Prints a JSON line and a table row for each way, and keeps them in training.json.
+    """Prints a JSON line and a table row for each way, and keeps them in a file.
 
     Args:
         shape: of the model.
         works: which work.
         threads: of torch; one is measured in CPU time.
         repeats: rounds; by default as many as the docstring's time allows.
+        output: the file; rows of the same work and threads are replaced.
     """
     torch.set_num_threads(threads)
     setting = {
@@ -477,11 +480,10 @@ def main(
     for row in rows:
         print(json.dumps({k: v for k, v in row.items() if k != "ratios"}), flush=True)
     print_table(rows)
-    file = Path(__file__).with_suffix(".json")
-    kept = json.loads(file.read_text()) if file.is_file() else []
+    kept = json.loads(output.read_text()) if output.is_file() else []
     new = {(row["shape"], row["work"], row["threads"]) for row in rows}
     kept = [row for row in kept if (row["shape"], row["work"], row["threads"]) not in new]
-    file.write_text(json.dumps(kept + rows, indent=1) + "\n")
+    output.write_text(json.dumps(kept + rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
