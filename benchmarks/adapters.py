@@ -52,14 +52,14 @@ def qwen3_06b() -> tuple[Qwen3, int]:
     return Qwen3(Qwen3Config.from_dict(facts)), 200
 
 
-def add_random_adapters(model: nn.Module) -> None:
+def add_random_adapters(model: nn.Module, names: list[str] = NAMES) -> None:
     config = LoRAConfig(rank=RANK)
     projections = {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in TARGETS
     }
-    for name in NAMES:
+    for name in names:
         tensors = {}
         for place, layer in projections.items():
             tensors[f"{place}.lora_A.weight"] = torch.randn(RANK, layer.in_features) * 0.01

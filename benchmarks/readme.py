@@ -1,9 +1,15 @@
 """The README's table of speed, made from the result files that the benchmarks keep.
 
-    python benchmarks/readme.py        after any of training, memory, sampling, rl_step, growth
+    python benchmarks/readme.py     after training, memory, full, sampling, rl_step or growth
 
-Nothing is measured here. A test holds the README to these files. `aim` is what this project set
-itself for the ratio: a floor and, after the arrow, what it would like to reach.
+Nothing is measured here. A test holds the README to these files.
+
+A ratio says how many times as fast this project is, or how many times less memory it takes: above 1
+is better. An aim is what the project set itself for that ratio, a floor and, after the arrow, what
+it would like to reach. Those that were set as shares stand here as their inverses: a step's memory
+at most 0.5 of PEFT's, better 0.3: 2 -> 3.3; LoRA at most 0.72 of full fine-tuning's time, better
+0.68: 1.39 -> 1.47, and 0.6 of its memory: 1.67. Aims for sampling 32 conversations are for
+prompts of 64 tokens alone.
 """
 
 import json
@@ -19,21 +25,24 @@ TRAINING = {  # (work, way) -> what it is
     ("ragged", "peft"): "training step, a group of 16 on a prompt of 300 tokens, ragged",
     ("ragged", "peft, lean"): "the same, logits for sampled tokens alone",
 }
-AIMS = {  # of the ratio, by (model, work)
+AIMS = {  # of the ratio, by (model, work); of sampling by (.., conversations, prompt, player) too
     ("tiny", "rectangles"): (1.05, 1.15),
     ("slice", "rectangles"): (1.1, 1.3),
     ("tiny", "ragged"): (1.8, 3),
     ("slice", "ragged"): (1.8, 3),
-    ("tiny", "rectangles", 32): (1.5, 2.5),
-    ("slice", "rectangles", 32): (1.3, 1.8),
-    ("tiny", "vLLM", 32): ("", 1.5),
-    ("slice", "vLLM", 32): ("", 1),
-    ("tiny", "group", 128): (3, 5),
-    ("tiny", "turns", 32): (3, 5),
-    "no adapter": (0.9, 0.95),
+    ("tiny", "rectangles", 32, 64, "generate + PEFT"): (1.5, 2.5),
+    ("slice", "rectangles", 32, 64, "generate + PEFT"): (1.3, 1.8),
+    ("tiny", "rectangles", 32, 64, "vLLM"): ("", 1.5),
+    ("slice", "rectangles", 32, 64, "vLLM"): ("", 1),
+    ("tiny", "group", 128, 512, "generate + PEFT"): (3, 5),
+    ("tiny", "turns", 32, 64, "generate + PEFT"): (3, 5),
+    ("tiny", "adapter", 32, 64, "engine, no adapter"): (0.9, 0.95),
+    ("slice", "adapter", 32, 64, "engine, no adapter"): (0.9, 0.95),
     "RL step": (2, 4),
+    "RL step's memory": (2,),
     "memory": (2, 3.3),
     "full": (1.39, 1.47),
+    "full's memory": (1.67,),
 }
 SAMPLING = {
     "rectangles": "sampling {conversations} x {new_tokens} after {prompt_tokens} tokens",
@@ -48,16 +57,16 @@ def results(name: str) -> list | dict:
     return json.loads(file.read_text()) if file.is_file() else []
 
 
-def line(model: str, what: str, threads: int, rates: tuple, ratio: float, aim, shares="") -> str:
+def line(
+    model: str, what: str, threads: int, rates: tuple, ratio: float, aim=None, notes=""
+) -> str:
+    """rates: ours, the other's, their unit; an arrow after it says that less is better."""
     ours, theirs, unit = rates
-    wanted = " -> ".join(f"{value:g}" for value in aim if value != "") if aim else ""
-    each = (
-        f"{ours:,.3g} | {theirs:,.3g} {unit}"
-        if ours < 100
-        else f"{ours:,.0f} | {theirs:,.0f} {unit}"
-    )
+    each = " | ".join(f"{x:,.3g}" if ours < 100 else f"{x:,.0f}" for x in (ours, theirs))
+    wanted = " -> ".join(f"{value:g}" for value in aim or () if value != "")
     return (
-        f"| {what} | {MODELS[model]} | {threads} | {each} | **{ratio:.2f}** | {wanted} | {shares} |"
+        f"| {what} | {MODELS[model]} | {threads} | {each} | {unit} | **{ratio:.2f}** | {wanted} | "
+        f"{notes} |"
     )
 
 
@@ -82,54 +91,76 @@ def training() -> list[str]:
 
 
 def memory() -> list[str]:
-    both = results("memory")
-    if not both:
+    kept = results("memory")
+    lines = []
+    for who in ("peft", "peft, lean") if kept else ():
+        ours, theirs = (kept[way]["growth"] / 1e9 for way in ("ours", who))
+        what = "memory that its loss and backward add: " + who.replace("peft", "PEFT")
+        aim = AIMS["memory"] if who == "peft" else None
+        rates, notes = (ours, theirs, "GB ↓"), f"{ours / theirs:.2f} of it"
+        lines.append(line("slice", what, kept["threads"], rates, theirs / ours, aim, notes))
+    return lines
+
+
+def full() -> list[str]:
+    kept = results("full")
+    if not kept:
         return []
-    ours, theirs = (both[who]["growth"] / 1e9 for who in ("ours", "peft"))
-    what = "memory that a training step of it adds: PEFT"
-    shares = f"{ours / theirs:.2f} of it"
-    return [line("slice", what, 1, (ours, theirs, "GB"), theirs / ours, AIMS["memory"], shares)]
+    step = "memory of a LoRA step, 8 x 256 tokens"
+    lines = []
+    for what, key, way, aim in (
+        (step, "peak", "full, no reference", AIMS["full's memory"]),
+        (step, "peak", "full", None),
+        ("its optimizer's state", "optimizer", "full", None),
+    ):
+        ours, theirs = (kept[name][key] / 1e6 for name in ("lora", way))
+        rates, notes, what = (ours, theirs, "MB ↓"), f"{ours / theirs:.2g} of it", f"{what}: {way}"
+        lines.append(line("slice", what, kept["threads"], rates, theirs / ours, aim, notes))
+    return lines
 
 
 def sampling() -> list[str]:
     lines = []
     for row in results("sampling"):
-        model, kind, count = row["model"], row["kind"], row["conversations"]
-        what, players = SAMPLING[kind].format(**row), row["players"]
-        engine = players["engine"]
-        for player, numbers in players.items():
-            key, shares = (model, kind, count), ""
-            if player == "engine" or player == "generate, no adapter":
+        model, kind, engine = row["model"], row["kind"], row["players"]["engine"]
+        for player, numbers in row["players"].items():
+            # With an adapter generate is as in rectangles; what that costs it stands in the file.
+            if player == "engine" or (kind == "adapter" and player != "engine, no adapter"):
                 continue
-            if player == "vLLM":
-                key = (model, "vLLM", count)
-            elif player == "engine, no adapter":
-                key = "no adapter"
-            elif kind == "adapter":
-                continue  # as in rectangles; what an adapter costs generate stands in the file
+            notes = ""
             if "decode_step_ms" in engine:
-                shares = (
+                notes = (
                     f"prefill {engine['prefill_gemm_share']:.0%}, decode "
                     f"{engine['decode_gemm_share']:.0%} of the GEMM rate"
                 )
-            rates = engine["tokens_per_second"], numbers["tokens_per_second"], "tok/s"
-            aim, ratio = AIMS.get(key), numbers["engine_is_faster_by"]
-            lines.append(
-                line(model, f"{what}: {player}", row["threads"], rates, ratio, aim, shares)
-            )
+            ours = numbers.get("engine_tokens_per_second", engine["tokens_per_second"])
+            rates = ours, numbers["tokens_per_second"], "tok/s"
+            aim = AIMS.get((model, kind, row["conversations"], row["prompt_tokens"], player))
+            what = f"{SAMPLING[kind].format(**row)}: {player}"
+            ratio = numbers["engine_is_faster_by"]
+            lines.append(line(model, what, row["threads"], rates, ratio, aim, notes))
     return lines
 
 
 def rl_step() -> list[str]:
+    """TRL in each of its ways; aims are for the faster of them, and for the smaller."""
     lines = []
     for row in results("rl_step"):
-        rates = row["ours"]["seconds_a_step"], row["trl"]["seconds_a_step"], "s"
-        what = "RL step, 8 x 8 completions of 64 tokens: TRL"
-        lines.append(line("tiny", what, row["threads"], rates, row["faster"], AIMS["RL step"]))
-        rates = *(row[who]["peak_memory"] / 1e9 for who in ("ours", "trl")), "GB"
-        lines.append(
-            line("tiny", "its peak memory: TRL", row["threads"], rates, row["less_memory"], (2,))
-        )
+        players, threads = row["players"], row["threads"]
+        ours = players["ours"]
+        others = {who: its for who, its in players.items() if who != "ours"}
+        for who, its in others.items():
+            rates = ours["seconds_a_step"], its["seconds_a_step"], "s ↓"
+            aim, ratio = None, rates[1] / rates[0]
+            if who == row["faster_trl"]:
+                aim, ratio = AIMS["RL step"], row["faster"]
+            what = f"RL step, 8 x 8 completions of 64 tokens: {who}"
+            lines.append(line("tiny", what, threads, rates, ratio, aim))
+        for who, its in others.items():
+            rates = ours["peak_memory"] / 1e9, its["peak_memory"] / 1e9, "GB ↓"
+            aim = AIMS["RL step's memory"] if who == row["smaller_trl"] else None
+            what = f"its peak memory: {who}"
+            lines.append(line("tiny", what, threads, rates, rates[1] / rates[0], aim))
     return lines
 
 
@@ -144,7 +175,7 @@ def growth() -> list[str]:
     ]
     return [
         "",
-        "Exponents with which a training step's time and its memory grow, in brackets those of its "
+        "Exponents with which a step's time and its memory grow, in brackets those of its "
         f"work ([figure](benchmarks/growth.png)): {'; '.join(told)}.",
     ]
 
@@ -163,10 +194,12 @@ def savings() -> list[str]:
 
 def table() -> str:
     lines = [
-        "| work: beside whom | model | threads | this project | the other | ratio | aim | |",
-        "|---" * 8 + "|",
+        "| work: beside whom | model | threads | this project | the other | unit | ratio | aim | "
+        "of this project, and the other |",
+        "|---" * 9 + "|",
         *training(),
         *memory(),
+        *full(),
         *sampling(),
         *rl_step(),
         *savings(),

@@ -1,23 +1,25 @@
 """The whole RL step against TRL's GRPOTrainer with a peft_config: same model, prompts and lengths.
 
-    python -m venv .venv-trl
-    .venv-trl/bin/pip install -r requirements.txt transformers==5.24.0 peft==0.21.2 trl==1.16.0
-    python benchmarks/rl_step.py --trl .venv-trl/bin/python        about five minutes
-    ... --quick            one round of two steps, to see it work
-    ... --table            no run: what benchmarks/rl_step.json holds, as the README's table
+    benchmarks/environments.sh trl
+    python benchmarks/rl_step.py --trl .venv-trl/bin/python        about seven minutes
+    ... --quick            one round of two steps, to see it work; keeps no result
 
 A step: 8 prompts of 64 random tokens, 8 completions of exactly 64 tokens each, a reward that costs
 nothing (is the first sampled token odd), advantages, loss, backward, Adam. Both train rank 8 on all
 seven projections of the same checkpoint ("tiny" of benchmarks/sampling.py, random weights) in fp32,
 temperature 1, no KL. Ours is the loop of train.py itself, with publishing, probe and the files that
 it writes; only task, tokenizer and reward are stand-ins. TRL's is GRPOTrainer.train() as it comes,
-without gradient checkpointing (its default, which would take longer) and with all 64 completions in
-one pass.
+without gradient checkpointing (its default, which would take longer), in two ways:
 
-Each run is a process of its own, and the two alternate. Seconds of a step are medians over the
-steps of a process after the first, CPU seconds with one thread, wall with more; the ratio is the
-median over the rounds. Memory is the process's peak (resident), its interpreter and imports
-included; that of a process just before its first step is printed beside.
+    TRL                  per_device_train_batch_size=64: all completions in one pass
+    TRL, 8 at a time     8, with gradient_accumulation_steps=8: the same 64 sampled at once, and the
+                         same optimizer step; ours too splits its pass, by micro_tokens
+
+Each run is a process of its own, and the three alternate. Seconds of a step are medians over the
+steps of a process after the first, CPU seconds with one thread, wall with more. The ratio of time
+is against the faster of TRL's ways, the median over the rounds; that of memory against the smaller.
+Memory is the process's peak (resident), its interpreter and imports included; that of a process
+just before its first step is kept beside. benchmarks/readme.py tabulates what is kept.
 """
 
 import argparse
@@ -37,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 RESULTS = Path(__file__).with_suffix(".json")
 GROUPS, GROUP_SIZE, PROMPT, NEW = 8, 8, 64, 64
 LR, RANK, ALPHA = 1e-4, 8, 32
-AIMS = {"time": (2.0, 4.0), "memory": 2.0}
+TRL_WAYS = {"TRL": GROUPS * GROUP_SIZE, "TRL, 8 at a time": 8}  # completions of one pass
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -156,7 +158,7 @@ def play_ours(checkpoint: str, steps: int) -> dict:
 # --- TRL ------------------------------------------------------------------------------------------
 
 
-def play_trl(checkpoint: str, steps: int) -> dict:
+def play_trl(checkpoint: str, steps: int, at_a_time: int) -> dict:
     """GRPOTrainer.train(), with stopwatches around what takes its time."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -187,7 +189,8 @@ def play_trl(checkpoint: str, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         config = GRPOConfig(
             output_dir=directory,
-            per_device_train_batch_size=GROUPS * GROUP_SIZE,
+            per_device_train_batch_size=at_a_time,
+            gradient_accumulation_steps=GROUPS * GROUP_SIZE // at_a_time,
             num_generations=GROUP_SIZE,
             max_completion_length=NEW,
             generation_kwargs={"min_new_tokens": NEW},
@@ -246,22 +249,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a process; the first warms up")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--play", choices=("ours", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--play", choices=("ours", *TRL_WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
         return play(options)
-    if options.table:
-        return print(*map(table, json.loads(RESULTS.read_text())), sep="\n\n")
     if not options.trl:
         raise SystemExit("rl_step.py: --trl PYTHON, an environment as the docstring makes it")
     if options.quick:
         options.rounds, options.steps = 1, 2
-    from benchmarks.sampling import TINY, make_checkpoint, package_versions
+    from benchmarks.sampling import TINY, machine, make_checkpoint, medians, package_versions
 
-    pythons = {"ours": sys.executable, "trl": options.trl}
-    reports = {"ours": [], "trl": []}
+    pythons = {"ours": sys.executable} | dict.fromkeys(TRL_WAYS, options.trl)
+    reports = {who: [] for who in pythons}
+    before = machine(options.threads)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, _ = make_checkpoint(TINY, Path(directory))
         for number in range(options.rounds):
@@ -274,12 +275,20 @@ def main() -> None:
                     raise SystemExit(f"rl_step.py: {who} failed:\n{done.stderr[-3000:]}")
                 reports[who].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"round {number + 1}, {who}: {json.dumps(reports[who][-1])}", flush=True)
-    row = summary(reports, options) | {"versions": package_versions(options.trl)}
-    rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    rows = [other for other in rows if other["threads"] != row["threads"]] + [row]
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    row = summary(reports, options) | medians(before, machine(options.threads))
+    row |= {
+        "cores": os.cpu_count(),
+        "versions": {
+            "ours": package_versions(sys.executable),
+            "trl": package_versions(options.trl),
+        },
+    }
     print(json.dumps(row))
     print(table(row))
+    if not options.quick:
+        rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+        rows = [other for other in rows if other["threads"] != row["threads"]] + [row]
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def play(options: argparse.Namespace) -> None:
@@ -288,19 +297,21 @@ def play(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(options.threads)
     with contextlib.redirect_stdout(io.StringIO()):
-        report = {"ours": play_ours, "trl": play_trl}[options.play](
-            options.checkpoint, options.steps
-        )
+        if options.play == "ours":
+            report = play_ours(options.checkpoint, options.steps)
+        else:
+            at_a_time = TRL_WAYS[options.play]
+            report = play_trl(options.checkpoint, options.steps, at_a_time)
     print(json.dumps(report))
 
 
 def summary(reports: dict[str, list[dict]], options: argparse.Namespace) -> dict:
     clock = "cpu" if options.threads == 1 else "wall"
     row = {"threads": options.threads, "clock": clock, "rounds": options.rounds}
-    row["steps"] = options.steps
+    row |= {"steps": options.steps, "players": {}}
     for who, runs in reports.items():
         seconds = [statistics.median(run[clock]) for run in runs]
-        row[who] = {
+        row["players"][who] = {
             "seconds_a_step": statistics.median(seconds),
             "cpu_over_wall": sum(sum(r["cpu"]) for r in runs) / sum(sum(r["wall"]) for r in runs),
             "peak_memory": max(run["peak_memory"] for run in runs),
@@ -310,38 +321,33 @@ def summary(reports: dict[str, list[dict]], options: argparse.Namespace) -> dict
                 for name in runs[0]["parts"]
             },
         }
-    pairs = zip(reports["trl"], reports["ours"], strict=True)
+    players = row["players"]
+    row["faster_trl"] = min(TRL_WAYS, key=lambda who: players[who]["seconds_a_step"])
+    row["smaller_trl"] = min(TRL_WAYS, key=lambda who: players[who]["peak_memory"])
+    pairs = zip(reports[row["faster_trl"]], reports["ours"], strict=True)
     row["faster"] = statistics.median(
         statistics.median(theirs[clock]) / statistics.median(ours[clock]) for theirs, ours in pairs
     )
-    row["less_memory"] = row["trl"]["peak_memory"] / row["ours"]["peak_memory"]
+    smaller = players[row["smaller_trl"]]["peak_memory"]
+    row["less_memory"] = smaller / players["ours"]["peak_memory"]
     return row
 
 
 def table(row: dict) -> str:
-    """Markdown: both, the ratio, and where the time goes (wall seconds of all steps)."""
+    """A line a player, with where its time goes (wall seconds of a step), and the two ratios."""
     lines = [
-        f"| {row['threads']} thread{'s' * (row['threads'] > 1)} | this project | TRL | ratio | "
-        "floor / stretch |",
-        "|---|---|---|---|---|",
+        f"{who}: {its['seconds_a_step']:.2f} s a step ({row['clock']}), peak "
+        f"{its['peak_memory'] / 1e9:.2f} GB, of it {its['memory_before'] / 1e9:.2f} before the "
+        f"first step; " + ", ".join(f"{name} {part:.2f}" for name, part in its["parts"].items())
+        for who, its in row["players"].items()
     ]
-    ours, trl = row["ours"], row["trl"]
-    lines.append(
-        f"| seconds a step ({row['clock']}) | {ours['seconds_a_step']:.2f} | "
-        f"{trl['seconds_a_step']:.2f} | {row['faster']:.2f} | {AIMS['time'][0]} / "
-        f"{AIMS['time'][1]} |"
+    return "\n".join(
+        [
+            *lines,
+            f"{row['faster']:.2f} times as fast as {row['faster_trl']}, "
+            f"{row['less_memory']:.2f} times less memory than {row['smaller_trl']}",
+        ]
     )
-    lines.append(
-        f"| peak memory, GB | {ours['peak_memory'] / 1e9:.2f} | {trl['peak_memory'] / 1e9:.2f} | "
-        f"{row['less_memory']:.2f} | {AIMS['memory']} |"
-    )
-    lines.append(
-        f"| of it before the first step | {ours['memory_before'] / 1e9:.2f} | "
-        f"{trl['memory_before'] / 1e9:.2f} | | |"
-    )
-    where = [", ".join(f"{n} {s:.2f}" for n, s in who["parts"].items()) for who in (ours, trl)]
-    lines.append(f"| where a step's seconds go (wall) | {where[0]} | {where[1]} | | |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

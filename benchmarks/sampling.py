@@ -1,12 +1,11 @@
 """Sampling: this project's engine and its peers on the same work, one after the other.
 
-    python benchmarks/sampling.py --model tiny         against transformers' generate + PEFT
-    ... --vllm PYTHON      and vLLM, in a process of that interpreter, of an environment with it
+    .venv-peers/bin/python benchmarks/sampling.py      against transformers' generate + PEFT
+    ... --vllm .venv-vllm/bin/python                   and vLLM, in a process of that interpreter
     ... --model slice --only rectangles adapter --batches 1 32 --prompts 64 --rounds 1
     ... --quick            one round of fewer new tokens, to see it work; keeps no result
-    ... --table            no run: what benchmarks/sampling.json holds, as the README's table
 
-Our interpreter needs the peers too: `pip install -e '.[test,peers]'` in an environment of its own.
+benchmarks/environments.sh makes both environments; benchmarks/readme.py tabulates what is kept.
 
 Work is conversations side by side, in turns of sampled and forced tokens, and that is all three:
 
@@ -22,13 +21,16 @@ forgotten before each. Players take turns within a round; seconds are medians, r
 the rounds' ratios. With one thread seconds are CPU time, so that other programs matter little; with
 more, wall time (cpu_over_wall below the number of threads: others were at work).
 
-Utilisation, against the rates of this machine that the same run measures:
+Utilisation, against the rates of this machine: medians of calls before and after a row's rounds.
 
-    prefill   FLOPs / (seconds x GEMM rate)     FLOPs = S (2 T n + 2 V D + 2 L H C T^2)
+    prefill   FLOPs / (seconds x GEMM rate)     FLOPs = S (2 T n + 2 V D + 2 L H C T^2), of which
+              our engine leaves out, in the last layer, all but the last token's queries, output
+              projection and MLP: S (2 (T - 1) (2 D H C + 3 D I) + 2 H C T^2 - 4 H C T)
     decode    FLOPs / (seconds x GEMM rate)     FLOPs = S (2 (n + V D) + 4 L H C t) a step
               bytes / (seconds x copy rate)     bytes = 4 (n + V D) + 8 S L K C t   a step
 
-n: parameters of all projections; t: tokens in the cache, on average; adapters are not counted.
+n: parameters of all projections; D, I: hidden and MLP size; H, K: heads of queries and of keys, of
+size C; L: layers; V: vocabulary; t: tokens in the cache, on average; adapters are not counted.
 """
 
 import argparse
@@ -85,13 +87,6 @@ MODELS = {"tiny": TINY, "slice": SLICE}
 RESULTS = Path(__file__).with_suffix(".json")
 RANK = 8
 FIRST_IDS = 2048  # prompts use no other: both models have them
-# Median of the rounds' ratios, ours against generate + PEFT: floor and stretch of the project.
-AIMS = {
-    "rectangles tiny 32": (1.5, 2.5),
-    "rectangles slice 32": (1.3, 1.8),
-    "group": (3.0, 5.0),
-    "turns": (3.0, 5.0),
-}
 
 
 @dataclass(frozen=True)
@@ -275,39 +270,55 @@ def agree(players: dict, work: Work) -> None:
 # --- what is measured -----------------------------------------------------------------------------
 
 
-def best_and_median(function: Callable[[], object], threads: int) -> tuple[float, float]:
-    """Seconds of a call, of seven; CPU seconds with one thread, as everywhere here."""
-    clock, times = time.process_time if threads == 1 else time.perf_counter, []
-    function()
-    for _ in range(7):
-        start = clock()
-        function()
-        times.append(clock() - start)
-    return min(times), statistics.median(times)
+def machine(threads: int) -> dict[str, list[float]]:
+    """Seven times each: rates of fp32 GEMM (2048^3) and copy (256 MB, read and written).
 
-
-def machine(threads: int) -> dict:
-    """fp32 GEMM rate (2048^3) and copy bandwidth (256 MB, read and written), best of 7 each."""
+    GFLOP/s and GB/s, of CPU seconds with one thread, as everywhere here.
+    """
+    clock = time.process_time if threads == 1 else time.perf_counter
     a, b, out = (torch.randn(2048, 2048) for _ in range(3))
-    gemm = best_and_median(lambda: torch.mm(a, b, out=out), threads)
     source, target = torch.zeros(1 << 26), torch.zeros(1 << 26)
-    copy = best_and_median(lambda: target.copy_(source), threads)
+
+    def seven(work: float, function: Callable[[], object]) -> list[float]:
+        rates = []
+        function()
+        for _ in range(7):
+            start = clock()
+            function()
+            rates.append(work / (clock() - start) / 1e9)
+        return rates
+
     return {
-        "gemm_gflops": 2 * 2048**3 / gemm[0] / 1e9,
-        "gemm_gflops_median": 2 * 2048**3 / gemm[1] / 1e9,
-        "copy_gb_s": 2 * source.nbytes / copy[0] / 1e9,
-        "copy_gb_s_median": 2 * source.nbytes / copy[1] / 1e9,
+        "gemm_gflops": seven(2 * 2048**3, lambda: torch.mm(a, b, out=out)),
+        "copy_gb_s": seven(2 * source.nbytes, lambda: target.copy_(source)),
     }
 
 
-def utilisation(config: dict, work: Work, prefill: float, decode: float, rates: dict) -> dict:
-    """By the formulas above; seconds of the prefill, and of all decode steps together."""
+def medians(*measured: dict[str, list[float]]) -> dict[str, float]:
+    """Of what `machine` measured before and after the rounds, taken together."""
+    return {
+        name: statistics.median(rate for rates in measured for rate in rates[name])
+        for name in measured[0]
+    }
+
+
+def utilisation(
+    config: dict, work: Work, prefill: float, decode: float, rates: dict, last_alone: bool
+) -> dict:
+    """By the formulas above; seconds of the prefill, and of all decode steps together.
+
+    last_alone: the last layer of the prefill is computed for the last token alone.
+    """
     L, D, V = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    mlp = 3 * D * config["intermediate_size"]
     H, K, C = (config[f] for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    n = L * (2 * D * H * C + 2 * D * K * C + 3 * D * config["intermediate_size"])
+    n = L * (2 * D * H * C + 2 * D * K * C + mlp)
     S, T, steps = len(work.prompts), len(work.prompts[0]), work.new - 1
     t = T + work.new / 2
     prefill_flops = S * (2 * T * n + 2 * V * D + 2 * L * H * C * T**2)
+    if last_alone:
+        left_out = 2 * (T - 1) * (2 * D * H * C + mlp) + 2 * H * C * T**2 - 4 * H * C * T
+        prefill_flops -= S * left_out
     step_flops = S * (2 * (n + V * D) + 4 * L * H * C * t)
     step_bytes = 4 * (n + V * D) + 8 * S * L * K * C * t
     gemm, copy = rates["gemm_gflops"] * 1e9, rates["copy_gb_s"] * 1e9
@@ -319,20 +330,21 @@ def utilisation(config: dict, work: Work, prefill: float, decode: float, rates: 
     }
 
 
-def measure(name: str, work: Work, players: dict, rounds: int, threads: int, rates: dict) -> dict:
+def measure(name: str, work: Work, players: dict, rounds: int, threads: int) -> dict:
     """One row: every player in every round, in alternating order."""
     warm_up = Work(work.kind, work.prompts, min(work.new, 2))
     for player in players.values():
         timed(player, warm_up)
-    times = {player: [] for player in players}
+    before, times = machine(threads), {player: [] for player in players}
     for number in range(rounds):
         for player in list(players)[:: 1 if number % 2 else -1]:
             times[player].append(timed(players[player], work))
+    rates = medians(before, machine(threads))
     clock = 1 if threads == 1 else 0
     seconds = {player: [pair[clock] for pair in pairs] for player, pairs in times.items()}
     first = Work(work.kind, work.prompts, 1)
     row = {"model": name, **work.shape(), "threads": threads, "rounds": rounds}
-    row["clock"] = ("wall", "cpu")[clock]
+    row |= {"clock": ("wall", "cpu")[clock], **rates}
     row["players"] = {}
     row["cpu_over_wall"] = min(sum(c for _, c in p) / sum(w for w, _ in p) for p in times.values())
     for player in players:
@@ -341,12 +353,15 @@ def measure(name: str, work: Work, players: dict, rounds: int, threads: int, rat
         numbers = {
             "seconds": middle,
             "tokens_per_second": work.sampled / middle,
+            "engine_tokens_per_second": work.sampled / statistics.median(seconds["engine"]),
             "engine_is_faster_by": statistics.median(theirs / ours for theirs, ours in pairs),
         }
         if work.kind == "rectangles":
             prefill = statistics.median(timed(players[player], first)[clock] for _ in range(2))
-            shares = utilisation(MODELS[name], work, prefill, middle - prefill, rates)
-            numbers |= {"prefill_seconds": prefill, **shares}
+            last_alone = isinstance(players[player], Engine)
+            numbers |= {"prefill_seconds": prefill} | utilisation(
+                MODELS[name], work, prefill, middle - prefill, rates, last_alone
+            )
         row["players"][player] = numbers
     return row
 
@@ -357,14 +372,7 @@ def show(row: dict) -> str:
     what = f"{row['kind']} {S} x {T} + {row['turns']} x {row['new_tokens']}"
     lines = []
     for player, numbers in row["players"].items():
-        aim, shares = "", ""
-        if player == "generate + PEFT":
-            floor, stretch = AIMS.get(
-                row["kind"], AIMS.get(f"{row['kind']} {row['model']} {S}", ("", ""))
-            )
-            aim = f"{floor} / {stretch}" if floor else ""
-        if player == "engine, no adapter":
-            aim = "0.9 / 0.95"
+        shares = " | "
         if "decode_step_ms" in numbers:
             shares = (
                 f"{numbers['prefill_gemm_share']:.0%} | {numbers['decode_step_ms']:.2f} ms, "
@@ -372,15 +380,15 @@ def show(row: dict) -> str:
             )
         lines.append(
             f"| {row['model']} | {what} | {row['threads']} | {player} | "
-            f"{numbers['tokens_per_second']:,.0f} | {numbers['engine_is_faster_by']:.2f} | {aim} | "
-            f"{shares or ' | '} |"
+            f"{numbers['tokens_per_second']:,.0f} | {numbers['engine_is_faster_by']:.2f} | "
+            f"{shares} |"
         )
     return "\n".join(lines)
 
 
 HEADER = (
-    "| model | work | threads | who | tokens/s | engine against it | floor / stretch | "
-    "prefill, of GEMM rate | decode step, of GEMM / copy rate |\n" + "|---" * 9 + "|"
+    "| model | work | threads | who | tokens/s | engine against it | prefill, of GEMM rate | "
+    "decode step, of GEMM / copy rate |\n" + "|---" * 8 + "|"
 )
 
 
@@ -439,9 +447,21 @@ def works(options: argparse.Namespace) -> list[Work]:
 
 
 def record(row: dict) -> None:
-    """Into the file, in the place of an earlier row of the same work."""
+    """Into the file, in the place of an earlier row of the same work.
+
+    Players of that row that this run did not seat stay: each has beside it the rate that our engine
+    had in its rounds.
+    """
     keys = ("model", "kind", "conversations", "prompt_tokens", "new_tokens", "threads")
     rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+    for earlier in (other for other in rows if all(other[key] == row[key] for key in keys)):
+        row = row | {
+            "players": {
+                **row["players"],
+                **{n: its for n, its in earlier["players"].items() if n not in row["players"]},
+            },
+            "versions": earlier["versions"] | row["versions"],
+        }
     rows = [other for other in rows if any(other[key] != row[key] for key in keys)]
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(r) for r in [*rows, row]) + "\n]\n")
 
@@ -457,11 +477,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter that can import vllm")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if options.table:
-        print(HEADER, *map(show, json.loads(RESULTS.read_text())), sep="\n")
-        return
     if options.quick:
         options.new_tokens, options.rounds = min(options.new_tokens, 16), 1
     torch.set_num_threads(options.threads)
@@ -477,8 +493,7 @@ def main() -> None:
             slots = max(len(work.prompts) for work in chosen)
             players["vLLM"] = VLLM(options.vllm, checkpoint, adapter, options.threads, slots)
             versions["vllm"] = players["vLLM"].version
-        rates = machine(options.threads)
-        facts = {"versions": versions, "cores": os.cpu_count(), **rates}
+        facts = {"versions": versions, "cores": os.cpu_count()}
         print(json.dumps(facts))
         agree(players, chosen[0])
         print(HEADER)
@@ -488,7 +503,7 @@ def main() -> None:
                 seated.pop("vLLM", None)
                 seated["engine, no adapter"] = Engine(checkpoint, None)
                 seated["generate, no adapter"] = Generate(checkpoint, None)
-            row = measure(options.model, work, seated, options.rounds, options.threads, rates)
+            row = measure(options.model, work, seated, options.rounds, options.threads)
             row |= facts
             print(json.dumps(row))
             print(show(row), flush=True)

@@ -1,7 +1,9 @@
 """A training step, this project and transformers + PEFT side by side on the same work.
 
-    .venv-peers/bin/python benchmarks/training.py tiny         about a minute on one core
-    .venv-peers/bin/python benchmarks/training.py slice        about eight, and 8 GB of memory
+    .venv-peers/bin/python benchmarks/training.py tiny         about four minutes on one core
+    .venv-peers/bin/python benchmarks/training.py slice        about nine, and 8 GB of memory
+
+The environment is made by benchmarks/environments.sh.
 
 Forward, loss, backward, AdamW, with rank 8 on all seven projections, fp32, on one frozen base that
 all ways share, of random weights:
@@ -14,14 +16,16 @@ all ways share, of random weights:
                  500, in turns of 15 sampled tokens and 35 of a tool: 30% of tokens carry loss
 
     ours         model.token_logprobs as train.py calls it (it also computes the entropy)
-    peft         as TRL does: padded, logits at every position of the completions
+    peft         as TRL does: padded, logits at every position of the completions, of which a
+                 logprob is gather minus logsumexp, row by row
     peft, lean   the same with a head by hand: logits only where a token carries loss (ragged)
     full         this project, every weight trained (rectangles)
     without ...  ours on the ragged group, one thing that makes it fast undone (--works savings)
 
 The peer's ragged group is padded to the longest of a micro-batch of 16 (tiny) or 4 (slice, where
 the logits of 16 would not fit). Ways alternate, after a first round that warms up (of the slice,
-one sequence) and checks that loss and gradients agree. Seconds are CPU time on one thread, wall
+two short sequences on one prompt) and checks that loss and gradients agree; the slice's ragged
+group is one sample, for the 250 seconds that it takes. Seconds are CPU time on one thread, wall
 time on more. GEMM rate (2048^3) and copy bandwidth (256 MB, read + write) are of the same rounds.
 
     MFU = FLOPs of the matrix products that this way does / seconds / GEMM rate
@@ -36,7 +40,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,6 +53,7 @@ import transformers  # noqa: E402
 import tyro  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.memory import selected_logprobs  # noqa: E402
 from head import HeadLogprobs  # noqa: E402
 from lora import LoRAConfig, LoRALinear, inject_lora, lora_parameters  # noqa: E402
 from model import Layer, Qwen3, Qwen3Config, RMSNorm  # noqa: E402
@@ -70,9 +75,13 @@ SHAPES = {
     },
 }
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RESULTS = Path(__file__).with_suffix(".json")
 RANK, ALPHA = 8, 32.0
 MICRO = {"tiny": 16, "slice": 4}  # rows of a micro-batch of the peer on ragged work
-REPEATS = {("tiny", "rectangles"): 15, ("tiny", "ragged"): 9, ("tiny", "savings"): 9}  # else 2, 1
+REPEATS = {  # else 1
+    **{("tiny", "rectangles"): 15, ("tiny", "ragged"): 9, ("tiny", "savings"): 9},
+    ("slice", "rectangles"): 3,
+}
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -103,17 +112,19 @@ def rectangles(vocabulary: int) -> Work:
     return Work("rectangles", ids, mask, torch.randn(8, 1), [256] * 8, 128)
 
 
-def ragged(vocabulary: int) -> Work:
-    """Completions of 50, 80, ... 500 tokens in an order of chance, each ending with its turn."""
-    prompt, lengths = 300, [300 + 30 * n + 50 for n in range(16)]
-    lengths = [lengths[n] for n in torch.randperm(16).tolist()]
-    ids = torch.zeros(16, max(lengths), dtype=torch.long)
+def ragged(
+    vocabulary: int, prompt: int = 300, completions: Sequence[int] = range(50, 501, 30)
+) -> Work:
+    """Completions of these lengths in an order of chance, each ending with its turn."""
+    count = len(completions)
+    lengths = [prompt + completions[n] for n in torch.randperm(count).tolist()]
+    ids = torch.zeros(count, max(lengths), dtype=torch.long)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     ids[:, :prompt] = torch.randint(vocabulary, (prompt,))
     for row, length in enumerate(lengths):
         ids[row, prompt:length] = torch.randint(vocabulary, (length - prompt,))
         mask[row, prompt:length] = torch.arange(length - prompt).flip(0) % 50 < 15
-    return Work("ragged", ids, mask[:, 1:], torch.randn(16, 1), lengths, prompt)
+    return Work("ragged", ids, mask[:, 1:], torch.randn(count, 1), lengths, prompt)
 
 
 # --- the ways -------------------------------------------------------------------------------------
@@ -133,7 +144,7 @@ def loss_of_peft(model, work: Work) -> Tensor:
         logits_to_keep=mask.shape[1] + 1,
         use_cache=False,
     ).logits[:, :-1]
-    logprobs = logits.log_softmax(-1).gather(2, work.ids[:, work.first :, None]).squeeze(2)
+    logprobs = selected_logprobs(logits, work.ids[:, work.first :])
     return -(work.weights * logprobs * mask).sum()
 
 
@@ -142,8 +153,7 @@ def loss_of_lean_peft(model, work: Work) -> Tensor:
     hidden = base.model(
         input_ids=work.ids, attention_mask=attention_mask(work), use_cache=False
     ).last_hidden_state[:, :-1][work.mask]
-    logprobs = base.lm_head(hidden).log_softmax(-1)
-    logprobs = logprobs.gather(1, work.ids[:, 1:][work.mask][:, None]).squeeze(1)
+    logprobs = selected_logprobs(base.lm_head(hidden), work.ids[:, 1:][work.mask])
     return -(work.weights.expand_as(work.mask)[work.mask] * logprobs).sum()
 
 
@@ -318,8 +328,8 @@ def flops(shape: str, way: Way, work: Work) -> float:
         total += linear(asking, D, inner, 2) + linear(asking, inner, D) + 3 * 4 * q * seen
     if not full:  # nothing is trained before the first layer's projections
         total -= rows * 2 * D * (q + kv)
-    # The head: logits and the way back; trained, our logits once more and the matrix itself.
-    return total + head * (8 if full else 4) * D * facts["vocab_size"]
+    # The head: logits and the way back; trained, the matrix itself too.
+    return total + head * (6 if full else 4) * D * facts["vocab_size"]
 
 
 def visible_pairs(stretches: list, lengths: list[int]) -> int:
@@ -368,7 +378,8 @@ class Machine:
 
 def compare(shape: str, work: Work, ways: list[Way], repeats: int) -> list[dict]:
     """Rows of the table: each way's median seconds, rates, and ratio to ours, round by round."""
-    warm = work if shape == "tiny" else work.rows(slice(0, 1))
+    small = shape == "tiny"
+    warm = work if small else ragged(SHAPES[shape]["vocab_size"], 24, (16, 40))
     gaps = check_equal(ways, warm)
     machine, times = Machine(), {way.name: [] for way in ways}
     for number in range(repeats):
@@ -432,14 +443,16 @@ def main(
     works: tuple[Literal["rectangles", "ragged", "savings"], ...] = ("rectangles", "ragged"),
     threads: int = 1,
     repeats: int | None = None,
+    output: Path = RESULTS,
 ) -> None:
-    """Prints a JSON line and a table row for each way, and keeps them in training.json.
+    """Prints a JSON line and a table row for each way, and keeps them in a file.
 
     Args:
         shape: of the model.
         works: which work.
         threads: of torch; one is measured in CPU time.
         repeats: rounds; by default as many as the docstring's time allows.
+        output: the file; rows of the same work and threads are replaced.
     """
     torch.set_num_threads(threads)
     setting = {
@@ -461,17 +474,16 @@ def main(
         several = [way for way in ways if way.name != other]
         if name == "savings":
             several = [ways[0], *ways_without(ways[0])]
-        count = repeats or REPEATS.get((shape, name), 2 if name == "rectangles" else 1)
+        count = repeats or REPEATS.get((shape, name), 1)
         rows += [setting | row | {"work": name} for row in compare(shape, work, several, count)]
         ways = [way for way in ways if way.name != "full"]  # its memory is needed now
     for row in rows:
         print(json.dumps({k: v for k, v in row.items() if k != "ratios"}), flush=True)
     print_table(rows)
-    file = Path(__file__).with_suffix(".json")
-    kept = json.loads(file.read_text()) if file.is_file() else []
+    kept = json.loads(output.read_text()) if output.is_file() else []
     new = {(row["shape"], row["work"], row["threads"]) for row in rows}
     kept = [row for row in kept if (row["shape"], row["work"], row["threads"]) not in new]
-    file.write_text(json.dumps(kept + rows, indent=1) + "\n")
+    output.write_text(json.dumps(kept + rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

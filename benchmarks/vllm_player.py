@@ -51,8 +51,7 @@ def main() -> None:
             sampling = vllm.SamplingParams(
                 temperature=asked["temperature"],
                 max_tokens=asked["new"],
-                min_tokens=asked["new"],
-                ignore_eos=True,
+                ignore_eos=True,  # so lengths are exact, without min_tokens' logits processor
                 detokenize=False,
             )
             llm.reset_prefix_cache()
