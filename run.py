@@ -353,13 +353,30 @@ def sample_row(run: Run, episode, advantage: float, outcome: str) -> dict:
     }
 
 
-def interval(rewards: list[list[float]], z: float = 1.96) -> list[float]:
+Z = 1.959964  # two-sided 95% quantile of the normal distribution
+
+
+def student(freedom: int) -> float:
+    """That of Student's t, for 1 or more degrees of freedom: from 3 on within 1%, by an expansion
+    in their inverse (Abramowitz and Stegun 26.7.5)."""
+    if freedom < 3:
+        return (12.706, 4.303)[freedom - 1]
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+    )
+    return Z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+def interval(rewards: list[list[float]], z: float = Z) -> list[float]:
     """95% interval [low, high] of the mean of rewards in [0, 1], samples of each question a list.
 
     Wilson's (1927), which stays within [0, 1] and is not empty where all rewards are equal. Samples
     of one question are no independent draws, so the number of draws n is what the spread between
     the means of questions says, n = p (1 - p) / Var(p): at least the questions, at most the
-    samples.
+    samples. Few questions hardly know that spread: n shrinks by (z / t)^2, t Student's quantile
+    (Korn and Graubard 1998).
     """
     means = [sum(of_one) / len(of_one) for of_one in rewards]
     questions, samples = len(means), sum(map(len, rewards))
@@ -368,7 +385,8 @@ def interval(rewards: list[list[float]], z: float = 1.96) -> list[float]:
         variance = sum((mean - p) ** 2 for mean in means) / (questions - 1) / questions
         n = samples  # and if every question has the same mean, no fewer
         if variance * samples > p * (1 - p):
-            n = max(questions, p * (1 - p) / variance)
+            n = p * (1 - p) / variance
+        n = max(questions, n * (z / student(questions - 1)) ** 2)
     middle, share = p + z**2 / (2 * n), 1 + z**2 / n
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return [max(0.0, (middle - half) / share), min(1.0, (middle + half) / share)]

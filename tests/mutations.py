@@ -370,7 +370,7 @@ MUTATIONS = (
     Mutation(
         "samples of one question count as independent draws",
         "run.py",
-        "            n = max(questions, p * (1 - p) / variance)\n",
+        "            n = p * (1 - p) / variance\n",
         "            pass\n",
         "test_scale.py::test_samples_of_one_question_are_no_independent_draws",
     ),

@@ -51,7 +51,7 @@ from lora import LoRAConfig, inject_lora, lora_parameters
 from model import KVCache, Qwen3
 from quant import quantize_base
 from rollout import Completion, TorchEngine, run_episode, run_groups
-from run import interval
+from run import interval, student
 from tools.plan import (
     DEVICES,
     PROMPT,
@@ -400,6 +400,12 @@ def test_an_interval_of_single_draws_is_wilsons():
     assert interval([[0.0]] * 30) == pytest.approx([0.0, 0.1135], abs=1e-3)
 
 
+def test_students_quantile():
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 10: 2.228, 29: 2.045}
+    for freedom, quantile in table.items():
+        assert student(freedom) == pytest.approx(quantile, rel=0.01)
+
+
 def test_samples_of_one_question_are_no_independent_draws():
     """Ten samples that always agree tell no more than one; ten that do not, more."""
     agree = interval([[1.0] * 10, [0.0] * 10] * 10)
@@ -408,13 +414,15 @@ def test_samples_of_one_question_are_no_independent_draws():
     assert high - low < (agree[1] - agree[0]) / 2
 
 
-@pytest.mark.parametrize("samples, spread", [(1, 0.0), (4, 0.0), (4, 0.5)])
-def test_an_interval_covers_what_it_should(samples, spread):
+@pytest.mark.parametrize(
+    "questions, samples, spread", [(40, 1, 0.0), (40, 4, 0.0), (40, 4, 0.5), (4, 64, 0.5)]
+)
+def test_an_interval_covers_what_it_should(questions, samples, spread):
     """Questions whose solve rates differ by `spread` around 0.6: 95% of intervals hold 0.6."""
     generator, hits, trials = torch.Generator().manual_seed(0), 0, 400
     for _ in range(trials):
-        rates = 0.6 + spread * (torch.rand(40, 1, generator=generator) - 0.5)
-        draws = (torch.rand(40, samples, generator=generator) < rates).double()
+        rates = 0.6 + spread * (torch.rand(questions, 1, generator=generator) - 0.5)
+        draws = (torch.rand(questions, samples, generator=generator) < rates).double()
         low, high = interval(draws.tolist())
         hits += low <= 0.6 <= high
     assert 0.92 <= hits / trials <= 0.99
