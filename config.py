@@ -121,8 +121,8 @@ class RunConfig:
     output: str = ""
     """Directory of the run; by default a new one under runs/."""
     resume: bool = False
-    """Go on with the run in --output; only --steps, --shard-base, --gradient-checkpointing and
-    servers may differ."""
+    """Go on with the run in --output; only --steps, --shard-base, --gradient-checkpointing, threads
+    and servers may differ."""
 
 
 @dataclass(frozen=True)

@@ -987,8 +987,9 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(
 
 
 def test_a_finished_run_made_longer_and_interrupted_has_no_result_yet(
-    tmp_path, monkeypatch, straight
+    tmp_path, monkeypatch, straight, capsys
 ):
+    """But it has episodes, and says how they are read."""
     output = tmp_path / "run"
     shutil.copytree(straight.output, output)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
@@ -996,6 +997,7 @@ def test_a_finished_run_made_longer_and_interrupted_has_no_result_yet(
         again(output, "--steps", "6")
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["steps"], summary["eval_after"]) == (4, None)
+    assert capsys.readouterr().out.endswith(f"python tools/viewer.py {output}\n")
 
 
 def test_a_rehearsal_recommends_no_command_that_needs_its_base(
