@@ -211,8 +211,8 @@ MUTATIONS = (
     Mutation(
         "a new adapter reuses the old one's cached keys and values",
         "engine.py",
-        "return shared * (self.owner == stream.owner)",
-        "return shared",
+        "np.flatnonzero(self.owner == stream.owner)",
+        "np.arange(self.slots)",
         "test_rollout.py::test_an_adapter_never_meets_the_cache_of_another",
     ),
     Mutation(
