@@ -46,7 +46,7 @@ def soak(steps: int, every: int, output: Path) -> list[dict]:
     command += ["--steps", str(steps)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if found := re.search(r"is starting at (\S+)", line):
+            if found := re.search(r"is ready at (\S+)", line):
                 url = found[1]
             found = re.match(r"step +(\d+)/", line)
             if found and int(found[1]) % every == 0:

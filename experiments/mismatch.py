@@ -50,7 +50,7 @@ from start import load_environments
 from tools.vllm_server import VLLMServer
 from update import MISMATCH_BOUND, Batch, micro_batches
 
-MINUTES = 4
+MINUTES = 8
 MODEL = ROOT / "assets" / "tiny-qwen3"
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 ENGINES = ("embedded", "vLLM")
