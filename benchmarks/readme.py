@@ -62,7 +62,7 @@ def line(
 ) -> str:
     """rates: ours, the other's, their unit; an arrow after it says that less is better."""
     ours, theirs, unit = rates
-    each = " | ".join(f"{x:,.3g}" if ours < 100 else f"{x:,.0f}" for x in (ours, theirs))
+    each = " | ".join(f"{x:,.2f}" if x < 10 else f"{x:,.0f}" for x in (ours, theirs))
     wanted = " -> ".join(f"{value:g}" for value in aim or () if value != "")
     return (
         f"| {what} | {MODELS[model]} | {threads} | {each} | {unit} | **{ratio:.2f}** | {wanted} | "
