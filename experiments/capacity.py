@@ -39,7 +39,7 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 7
+MINUTES = 8
 WORDS = 16
 CHOICES = sorted({head for heads, _ in wiki.NAMES.values() for head in heads})  # a token each
 BITS = WORDS * math.log2(len(CHOICES))  # of a fact

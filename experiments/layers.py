@@ -24,7 +24,7 @@ from experiments.runs import ROOT, RUNS, run_all
 from experiments.seeds import NOTE, interval, times, told
 from experiments.sweep import SEEDS, Claims, claims_table, judge, of, together, values
 
-MINUTES = 4
+MINUTES = 9
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTURE = RUNS / "tiny-qwen3-moe"

@@ -24,7 +24,7 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 16
+MINUTES = 12
 MARGIN = 0.05  # of held-out reward, that rank 1 may lack
 LEARNED = 0.3  # that both must gain, or there is nothing to compare
 HELD = 2.0  # bits a parameter, after Allen-Zhu and Li
