@@ -6,11 +6,12 @@ Without vLLM in the environment, tools/serve.py alone is measured. Both ways sen
 the same server over as many connections, in alternating rounds of one run:
 
     VLLMEngine    request ──► checks, body, JSON, aiohttp ──► checked Completion
-    straight      encoded before the round ──► asyncio socket ──► json.loads, nothing else
+    straight      encoded before the round ──► asyncio socket ──► json.loads, no more
 
-A round is some hundred requests of one published adapter, 128 at a time; the sockets are opened
-before the clock starts, which aiohttp's are not where they were idle for 5 s. The ratio is that of
-the two rounds of a pair; CPU time is that of this process, in which the client runs, a request.
+A round is some hundred requests of one published adapter, 128 at a time; both open their
+connections within the clock, since vLLM closes what is idle for 5 s, as between the steps of a run.
+The ratio is that of the two rounds of a pair; CPU time is that of this process, in which the client
+runs, a request.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ class Recording(VLLMEngine):
 
 
 class Straight:
-    """As little of a client as HTTP allows: open connections, encoded requests, parsed answers."""
+    """As little of a client as HTTP allows: connections, encoded requests, parsed answers."""
 
     def __init__(self, url: str, bodies: list[dict]):
         self.host, self.port = urlsplit(url).hostname, urlsplit(url).port
@@ -67,20 +68,13 @@ class Straight:
                 f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
             )
             self.requests.append(head.encode() + data)
-        self.connections = []
-
-    async def open(self) -> None:
-        """Anew before every round: vLLM closes a connection that is idle for 5 s."""
-        await self.close()
-        self.connections = [
-            await asyncio.open_connection(self.host, self.port) for _ in range(IN_FLIGHT)
-        ]
 
     async def round(self) -> int:
-        """Sends all requests; the number of tokens that came back."""
+        """Sends all requests over new connections; the number of tokens that came back."""
         waiting = iter(self.requests)
 
-        async def work(reader, writer) -> int:
+        async def work() -> int:
+            reader, writer = await asyncio.open_connection(self.host, self.port)
             tokens = 0
             for request in waiting:
                 writer.write(request)
@@ -88,13 +82,10 @@ class Straight:
                 length = head.lower().partition(b"content-length:")[2].partition(b"\r")[0]
                 answer = json.loads(await reader.readexactly(int(length)))
                 tokens += len(answer["choices"][0]["token_ids"])
+            writer.close()
             return tokens
 
-        return sum(await asyncio.gather(*(work(*pair) for pair in self.connections)))
-
-    async def close(self) -> None:
-        for _, writer in self.connections:
-            writer.close()
+        return sum(await asyncio.gather(*(work() for _ in range(IN_FLIGHT))))
 
 
 async def measure(name: str, url: str, engine: Recording, shape: tuple[int, int, int]) -> dict:
@@ -116,13 +107,12 @@ async def measure(name: str, url: str, engine: Recording, shape: tuple[int, int,
         answers = await asyncio.gather(*(engine.generate(request) for request in requests))
         return sum(len(answer.token_ids) for answer in answers)
 
-    await through_engine()  # warm: prompts cached, connections open
+    await through_engine()  # warm: prompts cached
     straight = Straight(url, engine.bodies)
 
     async def timed(play: Callable[[], Awaitable[int]]) -> tuple[float, float]:
         engine.bodies.clear()
-        if play == straight.round:
-            await straight.open()
+        await engine.session.close()  # so that both open their connections within the clock
         wall, cpu = time.perf_counter(), time.process_time()
         tokens = await play()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -135,7 +125,6 @@ async def measure(name: str, url: str, engine: Recording, shape: tuple[int, int,
         times = [(play, await timed(play)) for play in (order if number % 2 else order[::-1])]
         times = {play.__name__: measured for play, measured in times}
         pairs.append((*times["through_engine"], *times["round"]))
-    await straight.close()
     quartiles = statistics.quantiles([pair[0] / pair[2] for pair in pairs], n=4)
     engine_s, engine_cpu, straight_s, straight_cpu = (
         statistics.median(column) for column in zip(*pairs, strict=True)
