@@ -143,24 +143,18 @@ def sampling() -> list[str]:
 
 
 def rl_step() -> list[str]:
-    """TRL in each of its ways; aims are for the faster of them, and for the smaller."""
+    """In each way of splitting the pass; aims are for TRL as it comes."""
     lines = []
     for row in results("rl_step"):
-        players, threads = row["players"], row["threads"]
-        ours = players["ours"]
-        others = {who: its for who, its in players.items() if who != "ours"}
-        for who, its in others.items():
-            rates = ours["seconds_a_step"], its["seconds_a_step"], "s ↓"
-            aim, ratio = None, rates[1] / rates[0]
-            if who == row["faster_trl"]:
-                aim, ratio = AIMS["RL step"], row["faster"]
-            what = f"RL step, 8 x 8 completions of 64 tokens: {who}"
-            lines.append(line("tiny", what, threads, rates, ratio, aim))
-        for who, its in others.items():
-            rates = ours["peak_memory"] / 1e9, its["peak_memory"] / 1e9, "GB ↓"
-            aim = AIMS["RL step's memory"] if who == row["smaller_trl"] else None
-            what = f"its peak memory: {who}"
-            lines.append(line("tiny", what, threads, rates, rates[1] / rates[0], aim))
+        for trl in row["faster"]:
+            ours, theirs = (row["players"][who] for who in (trl.replace("TRL", "ours"), trl))
+            rates = ours["seconds_a_step"], theirs["seconds_a_step"], "s ↓"
+            what = f"RL step, 8 x 8 completions of 64 tokens: {trl}"
+            aims = (AIMS["RL step"], AIMS["RL step's memory"]) if trl == "TRL" else (None, None)
+            lines.append(line("tiny", what, row["threads"], rates, row["faster"][trl], aims[0]))
+            rates = *(its["peak_memory"] / 1e9 for its in (ours, theirs)), "GB ↓"
+            what, ratio = f"its peak memory: {trl}", row["less_memory"][trl]
+            lines.append(line("tiny", what, row["threads"], rates, ratio, aims[1]))
     return lines
 
 

@@ -9,15 +9,15 @@ nothing (is the first sampled token odd), advantages, loss, backward, Adam. Both
 seven projections of the same checkpoint ("tiny" of benchmarks/sampling.py, random weights) in fp32,
 temperature 1, no KL. Ours is the loop of train.py itself, with publishing, probe and the files that
 it writes; only task, tokenizer and reward are stand-ins. TRL's is GRPOTrainer.train() as it comes,
-without gradient checkpointing (its default, which would take longer), in two ways:
+without gradient checkpointing (its default, which would take longer). Both sample all 64 at once
+and take one optimizer step on what they pass forward and back in two ways:
 
-    TRL                  per_device_train_batch_size=64: all completions in one pass
-    TRL, 8 at a time     8, with gradient_accumulation_steps=8: the same 64 sampled at once, and the
-                         same optimizer step; ours too splits its pass, by micro_tokens
+    as it comes        ours in passes of up to 4,096 tokens (--micro-tokens); TRL all 64 in one
+    8 at a time        ours with --micro-tokens 1024, TRL with 8 gradient accumulation steps of 8
 
-Each run is a process of its own, and the three alternate. Seconds of a step are medians over the
-steps of a process after the first, CPU seconds with one thread, wall with more. The ratio of time
-is against the faster of TRL's ways, the median over the rounds; that of memory against the smaller.
+Each run is a process of its own, and the four alternate. Seconds of a step are medians over the
+steps of a process after the first, CPU seconds with one thread, wall with more. Ratios are of the
+two in the same way, of time the median over the rounds.
 Memory is the process's peak (resident), its interpreter and imports included; that of a process
 just before its first step is kept beside. benchmarks/readme.py tabulates what is kept.
 """
@@ -39,7 +39,14 @@ sys.path.insert(0, str(ROOT))
 RESULTS = Path(__file__).with_suffix(".json")
 GROUPS, GROUP_SIZE, PROMPT, NEW = 8, 8, 64, 64
 LR, RANK, ALPHA = 1e-4, 8, 32
-TRL_WAYS = {"TRL": GROUPS * GROUP_SIZE, "TRL, 8 at a time": 8}  # completions of one pass
+# Who plays -> (whose trainer, what it takes in one pass: tokens of ours, completions of TRL's).
+PLAYERS = {
+    "ours": ("ours", 4096),
+    "TRL": ("trl", GROUPS * GROUP_SIZE),
+    "ours, 8 at a time": ("ours", 8 * (PROMPT + NEW)),
+    "TRL, 8 at a time": ("trl", 8),
+}
+PAIRS = {"TRL": "ours", "TRL, 8 at a time": "ours, 8 at a time"}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -89,7 +96,7 @@ class Clock:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def play_ours(checkpoint: str, steps: int) -> dict:
+def play_ours(checkpoint: str, steps: int, at_a_time: int) -> dict:
     """train.py's loop on stand-ins for task, tokenizer and reward."""
     import asyncio
     from types import SimpleNamespace
@@ -142,6 +149,7 @@ def play_ours(checkpoint: str, steps: int) -> dict:
             max_turns=1,
             max_length=PROMPT + NEW + 1,
             slots=GROUPS * GROUP_SIZE,
+            micro_tokens=at_a_time,
             steps=steps,
             profile=steps,
             save_every=steps + 1,
@@ -249,7 +257,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a process; the first warms up")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--play", choices=("ours", *TRL_WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--play", choices=PLAYERS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
@@ -260,14 +268,21 @@ def main() -> None:
         options.rounds, options.steps = 1, 2
     from benchmarks.sampling import TINY, machine, make_checkpoint, medians, package_versions
 
-    pythons = {"ours": sys.executable} | dict.fromkeys(TRL_WAYS, options.trl)
-    reports = {who: [] for who in pythons}
+    pythons = {"ours": sys.executable, "trl": options.trl}
+    reports = {who: [] for who in PLAYERS}
     before = machine(options.threads)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, _ = make_checkpoint(TINY, Path(directory))
         for number in range(options.rounds):
             for who in list(reports)[:: 1 if number % 2 else -1]:
-                command = [pythons[who], __file__, "--play", who, "--checkpoint", str(checkpoint)]
+                command = [
+                    pythons[PLAYERS[who][0]],
+                    __file__,
+                    "--play",
+                    who,
+                    "--checkpoint",
+                    str(checkpoint),
+                ]
                 command += ["--steps", str(options.steps), "--threads", str(options.threads)]
                 environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
                 done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -297,11 +312,9 @@ def play(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(options.threads)
     with contextlib.redirect_stdout(io.StringIO()):
-        if options.play == "ours":
-            report = play_ours(options.checkpoint, options.steps)
-        else:
-            at_a_time = TRL_WAYS[options.play]
-            report = play_trl(options.checkpoint, options.steps, at_a_time)
+        whose, at_a_time = PLAYERS[options.play]
+        step_of = {"ours": play_ours, "trl": play_trl}[whose]
+        report = step_of(options.checkpoint, options.steps, at_a_time)
     print(json.dumps(report))
 
 
@@ -322,14 +335,14 @@ def summary(reports: dict[str, list[dict]], options: argparse.Namespace) -> dict
             },
         }
     players = row["players"]
-    row["faster_trl"] = min(TRL_WAYS, key=lambda who: players[who]["seconds_a_step"])
-    row["smaller_trl"] = min(TRL_WAYS, key=lambda who: players[who]["peak_memory"])
-    pairs = zip(reports[row["faster_trl"]], reports["ours"], strict=True)
-    row["faster"] = statistics.median(
-        statistics.median(theirs[clock]) / statistics.median(ours[clock]) for theirs, ours in pairs
-    )
-    smaller = players[row["smaller_trl"]]["peak_memory"]
-    row["less_memory"] = smaller / players["ours"]["peak_memory"]
+    row["faster"], row["less_memory"] = {}, {}
+    for trl, ours in PAIRS.items():
+        rounds = zip(reports[trl], reports[ours], strict=True)
+        row["faster"][trl] = statistics.median(
+            statistics.median(theirs[clock]) / statistics.median(mine[clock])
+            for theirs, mine in rounds
+        )
+        row["less_memory"][trl] = players[trl]["peak_memory"] / players[ours]["peak_memory"]
     return row
 
 
@@ -341,13 +354,12 @@ def table(row: dict) -> str:
         f"first step; " + ", ".join(f"{name} {part:.2f}" for name, part in its["parts"].items())
         for who, its in row["players"].items()
     ]
-    return "\n".join(
-        [
-            *lines,
-            f"{row['faster']:.2f} times as fast as {row['faster_trl']}, "
-            f"{row['less_memory']:.2f} times less memory than {row['smaller_trl']}",
-        ]
-    )
+    lines += [
+        f"{ours} is {row['faster'][trl]:.2f} times as fast as {trl} and takes "
+        f"{1 / row['less_memory'][trl]:.2f} of its memory"
+        for trl, ours in PAIRS.items()
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

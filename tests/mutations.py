@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("*.py", "*.toml", "environments", "assets", "configs", "tests", "tools")
+COPIED += ("benchmarks", "experiments")  # of which tests import a little
 
 
 @dataclass(frozen=True)
