@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import capacity, rank
 from experiments.runs import Run
-from experiments.seeds import NOTE, interval, times
+from experiments.seeds import NOTE, times
 from experiments.sweep import (
     FURTHER,
     SEEDS,
@@ -207,11 +207,7 @@ def table(result: dict) -> str:
 
 
 def scientific(logs: list[float]) -> str:
-    mean, half = interval(logs)
-    if math.isinf(half):
-        return f"{10**mean:.1e}"
-    low, high = (10**edge for edge in (mean - half, mean + half))
-    return f"{10**mean:.1e} ({low:.1e} to {high:.1e})"
+    return times(logs, ".1e")
 
 
 def draw(result: dict) -> Figure:

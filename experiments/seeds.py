@@ -39,13 +39,14 @@ def told(values: list[float], form: str = ".3f") -> str:
     return f"{middle:{form}}{width}"
 
 
-def times(logs: list[float]) -> str:
-    """The interval of a factor, from its log10 in each seed, e.g. 2.1 (1.7 to 2.5)."""
+def times(logs: list[float], form: str = ".1f") -> str:
+    """The interval of a factor, or of another positive number, from its log10 in each seed, e.g.
+    2.1 (1.7 to 2.5)."""
     middle, half = interval(logs)
     if math.isinf(half):
-        return f"{10**middle:.1f} (one seed)"
+        return f"{10**middle:{form}} (one seed)"
     low, high = (10**edge for edge in (middle - half, middle + half))
-    return f"{10**middle:.1f} ({low:.1f} to {high:.1f})"
+    return f"{10**middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def above(values: list[float], bound: float) -> bool | None:

@@ -117,6 +117,15 @@ def of_lengths(*lengths: int) -> list[str]:
     return [name for name, length in zip("abcdefgh", lengths, strict=False) for _ in range(length)]
 
 
+def stack_of(names: str) -> Stack:
+    model, lora = tiny_model(), LoRAConfig(rank=2, target_modules=("q_proj",))
+    for i, name in enumerate(names):
+        add_adapter(model, name, lora, random_adapter(model, lora, i))
+    stack = Stack(model, torch.float32, torch.device("cpu"))
+    stack.hold(names)
+    return stack
+
+
 @pytest.mark.parametrize(
     "lengths, computed, alone",
     [
@@ -129,24 +138,14 @@ def of_lengths(*lengths: int) -> list[str]:
     ],
 )
 def test_padding_never_costs_more_than_it_saves(lengths, computed, alone):
-    model = tiny_model()
-    for i, name in enumerate("abcd"):
-        lora = LoRAConfig(rank=2, target_modules=("q_proj",))
-        add_adapter(model, name, lora, random_adapter(model, lora, i))
-    stack = Stack(model, torch.float32, torch.device("cpu"))
-    stack.hold("abcd")
+    stack = stack_of("abcd")
     batch = Batch(stack, of_lengths(*lengths))
     assert len(batch.alone) == alone
     assert computed is None or len(batch.rows) == computed
 
 
 def test_idle_slots_of_a_stack_count_as_padding():
-    model = tiny_model()
-    for i, name in enumerate("abcdefgh"):
-        lora = LoRAConfig(rank=2, target_modules=("q_proj",))
-        add_adapter(model, name, lora, random_adapter(model, lora, i))
-    stack = Stack(model, torch.float32, torch.device("cpu"))
-    stack.hold("abcdefgh")
+    stack = stack_of("abcdefgh")
     names = [*"abc", "d", "d"]  # all eight slots, padded to two rows, would be 16 for 5
     assert len(Batch(stack, names).rows) == 8
 
