@@ -17,11 +17,13 @@ stands the exponent of the work, counted in FLOPs and bytes by tools/plan.py, wh
 square in it, and logits a block at a time. Nothing may grow faster than its work: the script fails
 if an exponent is more than a tenth above. Points alternate over the rounds, of which the median
 counts; memory is the peak of the resident set over the loaded model, each point in a process of its
-own; of adapters it is what the resident set grows by: what the model holds, and the engine's copy.
+own whose allocator gives freed blocks back at once, so that none can hide in what an earlier one
+left; of adapters it is what the resident set grows by: what the model holds, and the engine's copy.
 """
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -55,6 +57,8 @@ AXES = {
 PROMPT, COMPLETION = 512, 128
 DECODE_ROWS, DECODES = 64, 20
 ROUNDS, SLACK = 3, 0.1
+# Of glibc's malloc: blocks from 64 KiB on are the kernel's, and nothing that is free is kept.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
 def model_of(layers: int, rank: int) -> Qwen3:
@@ -151,7 +155,8 @@ def work_of(point: dict) -> tuple[float, float]:
 def grown(point: dict) -> int:
     """Peak of the resident set over the loaded model, or adapters' part, in its own process."""
     command = [sys.executable, __file__, json.dumps(point)]
-    return int(subprocess.run(command, check=True, stdout=-1).stdout)
+    environment = os.environ | GIVE_BACK
+    return int(subprocess.run(command, check=True, stdout=-1, env=environment).stdout)
 
 
 def measure_memory(point: dict) -> int:
