@@ -100,10 +100,13 @@ def make(seed: int, number: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--number", type=int, default=200)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("math_qa.jsonl"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--number", type=int, default=200, help="of problems")
+    output = Path(__file__).with_name("math_qa.jsonl")
+    parser.add_argument("--output", type=Path, default=output, help="the file")
     arguments = parser.parse_args()
     rows = make(arguments.seed, arguments.number)
     arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -18,6 +18,7 @@ it). fp32, one thread; CPU time of this process, so that other programs matter l
 variants take turns, medians of the rounds, ratios paired within a round.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -215,6 +216,10 @@ def one_projection(size: int) -> dict:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     results = {

@@ -288,9 +288,11 @@ async def run(options) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("benchmarks/faults.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=len(KINDS), help="kills in all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--result", help="a JSON file, from which an earlier start goes on")
     asyncio.run(run(parser.parse_args()))
 

@@ -19,6 +19,7 @@ the quartiles of the ratio over rounds. The last column sets what fusing saves a
 layer's pass over the same rows, without the reading of a cache: an upper bound of the gain.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -160,6 +161,10 @@ def measure(name: str, file: Path) -> list[dict]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     torch.set_num_threads(1)
     setting = {
         "benchmark": "fusion",

@@ -21,6 +21,7 @@ own whose allocator gives freed blocks back at once, so that none can hide in wh
 left; of adapters it is what the resident set grows by: what the model holds, and the engine's copy.
 """
 
+import argparse
 import json
 import math
 import os
@@ -154,7 +155,7 @@ def work_of(point: dict) -> tuple[float, float]:
 
 def grown(point: dict) -> int:
     """Peak of the resident set over the loaded model, or adapters' part, in its own process."""
-    command = [sys.executable, __file__, json.dumps(point)]
+    command = [sys.executable, __file__, "--point", json.dumps(point)]
     environment = os.environ | GIVE_BACK
     return int(subprocess.run(command, check=True, stdout=-1, env=environment).stdout)
 
@@ -212,7 +213,14 @@ def draw(rows: list[dict], file: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--point", type=json.loads, help=argparse.SUPPRESS)  # of a child process
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.point:
+        return print(measure_memory(options.point))
     points = [(axis, {**START, axis: value}) for axis, values in AXES.items() for value in values]
     steps = [step_of(point) for _, point in points]
     times = [[] for _ in points]
@@ -253,8 +261,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        torch.set_num_threads(1)
-        print(measure_memory(json.loads(sys.argv[1])))
-    else:
-        main()
+    main()

@@ -15,6 +15,7 @@ Growth is the peak of the resident set minus what it was before the step. Three 
 alternating order; medians.
 """
 
+import argparse
 import json
 import resource
 import statistics
@@ -130,10 +131,16 @@ def measure(name: str) -> dict:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # of a child process
+    if way := parser.parse_args().way:
+        return print(json.dumps(measure(way)))
     runs = {name: [] for name in WAYS}
     for number in range(ROUNDS):
         for name in list(WAYS)[:: -1 if number % 2 else 1]:
-            command = [sys.executable, __file__, name]
+            command = [sys.executable, __file__, "--way", name]
             runs[name].append(json.loads(subprocess.run(command, check=True, stdout=-1).stdout))
     results = {
         "benchmark": "memory",
@@ -155,7 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
-    else:
-        main()
+    main()

@@ -8,6 +8,7 @@ the whole process. At this size memory is mostly torch itself: benchmarks/full.p
 benchmarks/quant.py have larger shapes.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -33,6 +34,10 @@ MODES = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     rows = []
     print(f"{'mode':<20}{'trained':>12}{'s a step':>10}{'peak, GB':>10}   command")
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/overlap.py             (5 minutes on two idle cores)
     .venv/bin/python benchmarks/overlap.py --steps 6   fewer steps
+    ... -- --rank 1                                    what follows -- is for train.py
 
     embedded        --threads 2                       the sampler in the trainer, in turns
     served          --threads 1, server 1             in a process of its own, still in turns
@@ -67,17 +68,21 @@ async def measure(name: str, output: Path, flags: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("benchmarks/overlap.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    ways = list(WAYS)
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways, help="by default all")
     parser.add_argument("--result", help="a JSON file")
-    options, more = parser.parse_known_args()  # what is more is for train.py
+    parser.add_argument("more", nargs="*", metavar="-- FLAG", help="of train.py")
+    options = parser.parse_args()
     if options.steps < 4:
         parser.error("--steps must be 4 or more, since the first two fill the pipeline")
     results = {}
     with tempfile.TemporaryDirectory() as directory:
         for name in options.ways:
-            flags = ["--steps", str(options.steps), *more]
+            flags = ["--steps", str(options.steps), *options.more]
             results[name] = asyncio.run(measure(name, Path(directory) / name, flags))
             print(name, {key: round(value, 3) for key, value in results[name].items()}, flush=True)
     if "overlapped" in results:

@@ -20,6 +20,7 @@ is written and loaded for real, beside a base of one number per tensor, seen as 
 (stride 0); its full weights are computed from the 0.6B's measured bytes a second.
 """
 
+import argparse
 import asyncio
 import gc
 import json
@@ -233,7 +234,7 @@ async def time_engines(
             await rows("vLLM", server.url)
 
 
-async def main() -> None:
+async def run() -> None:
     setting = {
         "benchmark": "publish",
         "versions": package_versions(),
@@ -280,5 +281,13 @@ async def main() -> None:
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    asyncio.run(run())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -11,6 +11,7 @@ Speed is a ratio of CPU seconds of one thread, plain and quantised in turn in on
 the same for both.
 """
 
+import argparse
 import asyncio
 import ctypes
 import json
@@ -246,11 +247,21 @@ def policy(runs: Path) -> dict:
     return results
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1] in ("memory", "speed"):
-        results = {"memory": memory, "speed": speed}[sys.argv[1]]()
-    elif len(sys.argv) == 3 and sys.argv[1] == "policy":
-        results = policy(Path(sys.argv[2]))
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["memory", "speed", "policy"], help="is measured")
+    parser.add_argument("runs", nargs="?", type=Path, help="directory of policy's two runs")
+    options = parser.parse_args()
+    if (options.what == "policy") != (options.runs is not None):
+        parser.error("policy takes the directory of its runs, memory and speed take none")
+    if options.what == "policy":
+        results = policy(options.runs)
     else:
-        raise SystemExit(__doc__)
-    print(json.dumps({"benchmark": f"quant {sys.argv[1]}", **results}))
+        results = {"memory": memory, "speed": speed}[options.what]()
+    print(json.dumps({"benchmark": f"quant {options.what}", **results}))
+
+
+if __name__ == "__main__":
+    main()

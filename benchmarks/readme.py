@@ -12,6 +12,7 @@ at most 0.5 of PEFT's, better 0.3: 2 -> 3.3; LoRA at most 0.72 of full fine-tuni
 prompts of 64 tokens alone.
 """
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -202,5 +203,13 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     README.write_text(TABLE.sub(lambda _: table(), README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -251,12 +251,14 @@ def play_trl(checkpoint: str, steps: int, at_a_time: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl", metavar="PYTHON", help="interpreter that can import trl")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="a process of each way")
     parser.add_argument("--steps", type=int, default=4, help="of a process; the first warms up")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--quick", action="store_true", help="one round, no result")
     parser.add_argument("--play", choices=PLAYERS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -467,16 +467,19 @@ def record(row: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--only", nargs="+", default=["rectangles", "group", "turns", "adapter"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 128])
-    parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512])
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds, sizes, lengths = ["rectangles", "group", "turns", "adapter"], [1, 32, 128], [64, 512]
+    parser.add_argument("--model", choices=MODELS, default="tiny", help="its shapes")
+    parser.add_argument("--only", nargs="+", default=kinds, choices=kinds, help="by default all")
+    parser.add_argument("--batches", nargs="+", type=int, default=sizes, help="of rectangles")
+    parser.add_argument("--prompts", nargs="+", type=int, default=lengths, help="of rectangles")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of rectangles")
+    parser.add_argument("--rounds", type=int, default=3, help="in which all players take turns")
+    parser.add_argument("--threads", type=int, default=1, help="of each player")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter that can import vllm")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="few tokens, no result")
     options = parser.parse_args()
     if options.quick:
         options.new_tokens, options.rounds = min(options.new_tokens, 16), 1

@@ -8,6 +8,7 @@ A part's share of a whole step is what it saves against the same step of the eng
 has 28 adapted projections, 17 norms, 4 writes to the cache and 1 draw).
 """
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -178,6 +179,10 @@ def of_a_conversation(player: Engine) -> dict:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         player = Engine(*make_checkpoint(TINY, Path(directory)))

@@ -8,6 +8,7 @@ other: Rss is what it has in memory, Pss divides each page by the processes that
 private-dirty is what it has copied. The page cache holds the pages, so two of them halve Pss.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -56,7 +57,16 @@ def mapped(process: int, directory: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    model = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "assets" / "tiny-qwen3").resolve()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    tiny = ROOT / "assets" / "tiny-qwen3"
+    parser.add_argument("checkpoint", nargs="?", type=Path, default=tiny, help="a directory")
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)  # a child process
+    options = parser.parse_args()
+    model = options.checkpoint.resolve()
+    if options.hold:
+        return hold(str(model))
     size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
     with start(str(model)) as one:
         alone = mapped(one.pid, model)
@@ -71,7 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--hold"]:
-        hold(sys.argv[2])
-    else:
-        main()
+    main()

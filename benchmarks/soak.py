@@ -91,8 +91,10 @@ def draw(rows: list[dict], file: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("benchmarks/soak.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of the run")
     parser.add_argument("--every", type=int, default=10, help="steps between two measurements")
     parser.add_argument("--result", help="a JSON file")
     parser.add_argument("--figure", help="a PNG file")

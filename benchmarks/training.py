@@ -34,6 +34,7 @@ where a product costs 2 mnk, attention counts its visible pairs (all pairs where
 nothing that is computed a second time in a backward pass counts.
 """
 
+import argparse
 import copy
 import json
 import os
@@ -42,15 +43,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import peft  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
-import tyro  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.memory import selected_logprobs  # noqa: E402
@@ -194,6 +192,9 @@ class Way:
 
 def ways_on(shape: str, full: bool) -> list[Way]:
     """All share one base, but for that of full fine-tuning; adapters start equal, B not zero."""
+    import peft
+    import transformers
+
     torch.manual_seed(0)
     theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPES[shape]))
     with torch.device("meta"):
@@ -438,29 +439,28 @@ def print_table(rows: list[dict]) -> None:
         )
 
 
-def main(
-    shape: tyro.conf.Positional[Literal["tiny", "slice"]],
-    works: tuple[Literal["rectangles", "ragged", "savings"], ...] = ("rectangles", "ragged"),
-    threads: int = 1,
-    repeats: int | None = None,
-    output: Path = RESULTS,
-) -> None:
-    """Prints a JSON line and a table row for each way, and keeps them in a file.
-
-    Args:
-        shape: of the model.
-        works: which work.
-        threads: of torch; one is measured in CPU time.
-        repeats: rounds; by default as many as the docstring's time allows.
-        output: the file; rows of the same work and threads are replaced.
-    """
-    torch.set_num_threads(threads)
+def main() -> None:
+    """Prints a JSON line and a table row for each way, and keeps them in a file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = ["rectangles", "ragged", "savings"]
+    parser.add_argument("shape", choices=SHAPES, help="of the model")
+    parser.add_argument("--works", nargs="+", default=kinds[:2], choices=kinds, help="which work")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; one is in CPU time")
+    parser.add_argument("--repeats", type=int, help="rounds; by default what the time above allows")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="same work and threads are replaced in it"
+    )
+    options = parser.parse_args()
+    shape, works, output = options.shape, options.works, options.output
+    torch.set_num_threads(options.threads)
     setting = {
-        "threads": threads,
+        "threads": options.threads,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
+        "transformers": version("transformers"),
+        "peft": version("peft"),
         "rank": RANK,
         "dtype": "float32",
         "load_before": os.getloadavg()[0],
@@ -474,7 +474,7 @@ def main(
         several = [way for way in ways if way.name != other]
         if name == "savings":
             several = [ways[0], *ways_without(ways[0])]
-        count = repeats or REPEATS.get((shape, name), 1)
+        count = options.repeats or REPEATS.get((shape, name), 1)
         rows += [setting | row | {"work": name} for row in compare(shape, work, several, count)]
         ways = [way for way in ways if way.name != "full"]  # its memory is needed now
     for row in rows:
@@ -487,4 +487,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

@@ -14,6 +14,7 @@ The ratio is that of the two rounds of a pair; CPU time is that of this process,
 runs, a request.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -162,7 +163,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-async def main() -> None:
+async def run() -> None:
     setting = {
         "benchmark": "client",
         "versions": package_versions(),
@@ -200,5 +201,13 @@ async def main() -> None:
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    asyncio.run(run())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -7,6 +7,7 @@ which is emptied before each work. Started as `tools/vllm_server.py` starts a se
 prompt is computed in one step.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -22,20 +23,26 @@ os.environ |= {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="directory of the model")
+    parser.add_argument("adapter", help="directory of a published adapter of rank 8 at most")
+    parser.add_argument("slots", type=int, help="requests in a batch")
+    options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes to the log
     import vllm
     from vllm.lora.request import LoRARequest
 
-    checkpoint, adapter, slots = sys.argv[1:]
     llm = vllm.LLM(
-        checkpoint,
+        options.checkpoint,
         skip_tokenizer_init=True,
         dtype="float32",
         enable_lora=True,
         max_lora_rank=8,
         max_loras=1,
-        max_num_seqs=int(slots),
+        max_num_seqs=options.slots,
         max_model_len=1024,
         max_num_batched_tokens=8192,
         enable_chunked_prefill=False,
@@ -43,7 +50,7 @@ def main() -> None:
         enforce_eager=True,
         generation_config="vllm",
     )
-    lora = LoRARequest("published", 1, adapter)
+    lora = LoRARequest("published", 1, options.adapter)
     for line in sys.stdin:
         asked = json.loads(line)
         answer = {"version": vllm.__version__}

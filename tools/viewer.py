@@ -464,8 +464,7 @@ def converse(adapter: Path, model: str, temperature: float) -> None:
 def main(arguments: list[str]) -> None:
     """The command line; what a user can mend is one line."""
     parser = argparse.ArgumentParser(
-        prog="viewer.py",
-        description="A page of a run's episodes, or a talk with its agent.",
+        "viewer.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", nargs="?", type=Path, help="directory of a run: writes its page")
     parser.add_argument("--chat", type=Path, metavar="ADAPTER", help="directory of an adapter")
