@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpoint import check_fields, check_tensors, checkpoint_directory, read_checkpoint, read_json
 from experts import MixtureOfExperts, split_experts, stack_experts
-from head import HeadLogprobs
+from head import HeadLogprobs, few_logits
 from packing import Packing, gather, pack
 
 # --- configuration -------------------------------------------------------------------------------
@@ -516,7 +516,7 @@ class Qwen3(nn.Module):
             last_mask = self.mask(positions[wanted], length)
         write = CacheWrite(cache, rows, valid, places.flatten(), mask, wanted, last_mask)
         hidden = self.model(input_ids, positions, write)  # (S, 1, D)
-        return F.linear(hidden[:, 0], self.head_weight)
+        return few_logits(hidden[:, 0], self.head_weight)
 
     def mask(self, positions: Tensor, length: int) -> Tensor:
         """CacheWrite.mask of queries at `positions` (S, T) on `length` cached tokens."""

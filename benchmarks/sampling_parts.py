@@ -21,9 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 from benchmarks.sampling import TINY, Engine, Work, make_checkpoint, random_prompts  # noqa: E402
 from engine import Request, draw  # noqa: E402
+from head import few_logits  # noqa: E402
 from lora import lora_layers  # noqa: E402
 from model import KVCache, Normed  # noqa: E402
 from segments import Batch  # noqa: E402
@@ -81,6 +83,14 @@ def of_a_step(player: Engine) -> list[dict]:
         ):
             rows.append(compare(f"draw of {S} x {V:,}: {name} / in blocks", plain, ours))
 
+    hidden, weight = torch.randn(S, 1024), torch.randn(151_936, 1024)
+    rows.append(
+        compare(
+            f"head of {S} x 1,024 to 151,936: one product / in blocks",
+            lambda: F.linear(hidden, weight),
+            lambda: few_logits(hidden, weight),
+        )
+    )
     engine.stack.hold(["published"])
     batch = Batch(engine.stack, ["published"] * S)
     layer = lora_layers(model)["model.layers.0.mlp.up_proj"]

@@ -5,6 +5,7 @@ import json
 import math
 import weakref
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tiny import (
 )
 from torch.overrides import TorchFunctionMode
 
-from head import HeadLogprobs
+from head import HeadLogprobs, few_logits
 from model import KVCache, Qwen3, Qwen3Config, RMSNorm
 
 # --- the computation ------------------------------------------------------------------------------
@@ -207,6 +208,23 @@ def trainable(model: Qwen3, everything: bool = False) -> list[torch.Tensor]:
 
 def random_mask(S: int, T: int, seed: int) -> torch.Tensor:
     return torch.rand(S, T, generator=torch.Generator().manual_seed(seed)) < 0.6
+
+
+@given(
+    S=st.integers(1, 5),
+    V=st.integers(1, 50),
+    block=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=seeds,
+)
+def test_logits_of_a_few_rows_are_the_product_whatever_the_blocks(S, V, block, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(dtype) for n in (S, V))
+    with mock.patch("head.FEW_BLOCK", block):
+        logits = few_logits(hidden, weight)
+    assert logits.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(logits, hidden @ weight.T, atol=tolerance, rtol=tolerance)
 
 
 @given(
