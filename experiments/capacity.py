@@ -39,14 +39,14 @@ from experiments.sweep import (
     values,
 )
 
-MINUTES = 8
+MINUTES = 22
 WORDS = 16
 CHOICES = sorted({head for heads, _ in wiki.NAMES.values() for head in heads})  # a token each
 BITS = WORDS * math.log2(len(CHOICES))  # of a fact
 TOKENS = WORDS + 1  # that carry loss: the words and the end of the turn
 
-FACTS, BATCH = 128, 32
-RANKS, RATE, EPOCHS = (1, 2, 4), 3e-3, 60  # on all facts
+FACTS, BATCH = 256, 32
+RANKS, RATE, EPOCHS = (1, 2, 4), 3e-3, 160  # on all facts
 BATCHES, BATCH_FACTS, BATCH_EPOCHS = (8, 32), 64, 16  # facts a step, of so many
 BATCH_RATES = {"rank 8": (3e-3, 1e-2), "full": (1e-3, 3e-3)}
 GROWTH = 1.5  # in bits, by twice the rank

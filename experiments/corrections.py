@@ -47,11 +47,11 @@ from lora import LoRAConfig, inject_lora, lora_parameters  # noqa: E402
 from model import Qwen3, Qwen3Config  # noqa: E402
 from quant import quantize_base  # noqa: E402
 
-MINUTES = 4
+MINUTES = 12
 SAMPLERS = ("exact", "noise", "nf4", "stale")
 NOISE, DELAY = 0.8, 4  # standard deviation of a logit; steps
 FEWER = ("reinforce", "tis")  # losses of the other samplers
-SEEDS, STEPS, P, G, RATE = 3, 40, 8, 8, 3e-3
+SEEDS, STEPS, P, G, RATE = 3, 200, 8, 8, 3e-3
 DIGITS, START, ANSWER = 4, 10, 11  # tokens: a digit is itself
 HELD_OUT, WRONG = 1000, 0.23
 KLS = (0.01, 0.03, 0.1, 0.3, 0.7)  # nats a token, of the enumeration
