@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import seeds
 
 from config import Config
-from experiments import corrections, cost, many_adapters, update
+from experiments import corrections, cost, many_adapters, mismatch, update
 from experiments.seeds import T95, above, decide, interval, told, within
 from experiments.sweep import judge
 from tools.plan import DEVICES
@@ -93,6 +93,50 @@ def test_how_much_longer_many_adapters_take_is_decided_by_its_interval():
     ):
         result = {"episodes": 8, "rounds": rounds(*longer), "memory": memory}
         assert many_adapters.verdict(result)[0] == word
+
+
+def mismatch_rows(**changed) -> list[dict]:
+    """As mismatch.md's criteria want them, three seeds; changed: factors of single ones."""
+    sizes = {"fp32": 1e-6, "bf16": 2e-3}
+    rows = []
+    for seed in range(3):
+        for engine in mismatch.ENGINES:
+            for ours, theirs, application, temperature in mismatch.pairs():
+                row = mismatch.named_row(seed, engine, ours, theirs, application, temperature)
+                dtype, merged = row["sampler"], application == "merged"
+                mean = sizes[dtype] * (1 if temperature == 1 else 1.4)
+                mean *= 1 if temperature == 1 else changed.get("colder", 1)
+                kl = mean**2 * (4 if merged and dtype == "bf16" else 1)
+                kl *= changed.get(f"merged_{dtype}", 1) if merged else 1
+                row |= {"mismatch_mean": mean, "mismatch_kl": kl, "p99": 5 * mean}
+                rows.append(row | {"mismatch_max": 9 * mean * changed.get(dtype, 1), "tokens": 9})
+        for sampler in ("NF4", "1 step before"):
+            row = mismatch.named_row(seed, "embedded", "float32", sampler)
+            row |= {"mismatch_mean": 0.1, "p99": 1.0, "mismatch_max": 2.0, "tokens": 9}
+            # The KL of another policy, and of another one in the last seed.
+            times = changed.get(sampler, 1) * (changed.get("spread", 1) if seed == 2 else 1)
+            rows.append(row | {"mismatch_kl": 1e-3 * times})
+    return rows
+
+
+@pytest.mark.parametrize(
+    "changed, word, failing",
+    [
+        ({}, "agrees", ""),
+        ({"fp32": 20.0}, "disagrees", "1 embedded"),
+        ({"bf16": 40.0}, "disagrees", "2 vLLM: bf16 below"),
+        ({"merged_bf16": 0.4}, "disagrees", "3 embedded: merged bf16"),
+        ({"merged_fp32": 4.0}, "disagrees", "3 vLLM: merged fp32"),
+        ({"colder": 0.8}, "disagrees", "4 vLLM"),
+        ({"NF4": 0.01}, "disagrees", "5 NF4"),
+        ({"1 step before": 0.01}, "disagrees", "5 1 step before"),
+        ({"NF4": 0.1, "spread": 9.0}, "undecided", ""),
+    ],
+)
+def test_the_mismatch_is_decided_by_all_of_its_seeds(changed, word, failing):
+    found, why = mismatch.verdict({"rows": mismatch_rows(**changed)})
+    assert found == word, why
+    assert failing in why.split("Holds")[0]
 
 
 def test_seconds_are_of_runs_of_this_code(monkeypatch):
