@@ -63,8 +63,8 @@ class RunConfig:
     target_modules: tuple[str, ...] = TARGETS
     """Names of the adapted projections."""
     full: bool = False
-    """Train every weight instead of an adapter, for comparison. It wants a learning rate about ten
-    times smaller than an adapter's."""
+    """Train every weight instead of an adapter, for comparison. It wants a smaller learning rate
+    than an adapter (experiments/learning_rate.md)."""
 
     model: str = str(ASSETS / "tiny-qwen3")
     """Qwen3 checkpoint: a directory or a Hub id."""
@@ -225,6 +225,10 @@ def check_config(config: RunConfig, here: bool = True) -> None:
         value, wanted = getattr(config, name), "positive" if name in positive else "0 or more"
         if not (math.isfinite(value) and (value > 0 or value == 0 and name not in positive)):
             raise ValueError(f"--{name.replace('_', '-')} must be {wanted}, not {value}")
+    if getattr(config, "temperature", 1.0) < 0.01:
+        raise ValueError(
+            f"--temperature must be at least 0.01, not {config.temperature}: vLLM samples no colder"
+        )
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
     if config.search_results >= 2**31:
@@ -252,9 +256,16 @@ def check_machine(config: RunConfig) -> None:
             "needs servers that are there, each named by --vllm-url"
         )
     for name in ("threads", "sampler_threads"):  # so many that none can be started end the process
-        if getattr(config, name, 0) > (cores := os.cpu_count() or 1):
-            value = getattr(config, name)
-            raise ValueError(f"--{name.replace('_', '-')} {value}: this machine has {cores} cores")
+        if getattr(config, name, 0) > (cores := available_cores()):
+            flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
+            raise ValueError(f"{flag}: this process may use {cores} cores")
+
+
+def available_cores() -> int:
+    """Of this process: a container or taskset may leave it fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_of(config: Config) -> tuple[int, int]:
@@ -264,7 +275,7 @@ def threads_of(config: Config) -> tuple[int, int]:
     apart = config.vllm_url or config.device != "cpu"
     if any(said) or apart or not config.max_staleness or "OMP_NUM_THREADS" in os.environ:
         return said
-    half = max(1, (os.cpu_count() or 1) // 2)
+    half = max(1, available_cores() // 2)
     return half, half
 
 
@@ -350,7 +361,8 @@ def eval_draws(config: RunConfig) -> tuple[int, float]:
 
 
 def read_toml(file: Path, kind: type) -> dict:
-    """Fields of the dataclass `kind` from a TOML file, prime-rl's LoRA tables read as they stand.
+    """Fields of the dataclass `kind` from a TOML file; prime-rl's tables of the model and its LoRA
+    are read as they stand.
 
     Raises ValueError for a file that cannot be read, an unknown key, a value of another type.
     """

@@ -73,6 +73,10 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+# Beside 0. Below, vLLM 0.32 samples at 0.01 and says so to its log alone (sampling_params.py).
+TEMPERATURES = (0.01, 1e6)
+
+
 def check_request(request: Request, vocab_size: int, max_length: int) -> None:
     """ValueError, before any work, for a request that no engine can serve."""
     prompt = request.prompt_ids
@@ -86,11 +90,13 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
     if type(request.temperature) not in (int, float):
         raise ValueError(f"temperature must be a number, not {request.temperature!r:.40}")
     known = range(vocab_size)
-    outside = [token for token in [*prompt, *request.stop_token_ids] if token not in known]
     if not len(prompt):
         raise ValueError("the prompt is empty; sampling needs at least one token")
-    if outside:
-        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+    for name, tokens in (("prompt_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
+        if outside := [token for token in tokens if token not in known]:
+            raise ValueError(
+                f"{name}: token id {outside[0]} is outside the vocabulary of {vocab_size}"
+            )
     if len(prompt) + 1 > max_length:
         raise ValueError(
             f"prompt of {len(prompt)} tokens does not fit the context of {max_length}, where one "
@@ -98,8 +104,11 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
         )
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-    if not 0 <= request.temperature <= torch.finfo(torch.float32).max:
-        raise ValueError(f"temperature must be 0 or positive, not {request.temperature!r:.40}")
+    if request.temperature and not TEMPERATURES[0] <= request.temperature <= TEMPERATURES[1]:
+        raise ValueError(
+            f"temperature must be 0 or in {TEMPERATURES[0]:g}..{TEMPERATURES[1]:g}, not "
+            f"{request.temperature!r:.40}"
+        )
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -397,7 +406,9 @@ class TorchEngine:
             while self.unfinished():
                 self.step()
                 # Episodes run their tools and ask for their next turns. Behind a server answer and
-                # request take the loop two rounds each; whoever misses them waits for a step.
+                # request take the loop two rounds each; whoever misses them waits for a step. Not
+                # once nothing is left, although a next wave's first may then step alone: a loop
+                # that ends meanwhile would cancel this task, and the cache would be cleared.
                 for _ in range(4):
                     await asyncio.sleep(0)
                     if not self.unfinished():

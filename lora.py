@@ -327,8 +327,8 @@ def add_adapter(
 
 def check_name(model: nn.Module, name: str) -> None:
     """ValueError for a name that no frozen adapter can have, or that one in the model has."""
-    # A ParameterDict keeps its entries as attributes, and would lose one named as a method of its.
-    if name in ("", TRAINABLE) or "." in name or hasattr(nn.ParameterDict, name):
+    # A ParameterDict keeps its entries as attributes, beside its own methods and facts.
+    if name in ("", TRAINABLE) or "." in name or hasattr(nn.ParameterDict(), name):
         raise ValueError(f"{name!r} cannot name a frozen adapter (empty, reserved, or with a dot)")
     if any(name in layer.lora_A for layer in lora_layers(model).values()):
         raise ValueError(f"an adapter named {name!r} is there already; names are never used twice")

@@ -196,7 +196,7 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 at least."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -260,7 +260,10 @@ def rotary_angles(positions: Tensor, config: Qwen3Config, dtype) -> tuple[Tensor
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies the rotary embedding to (..., heads, C)."""
     first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin)
+    turned = torch.cat((-second, first), dim=-1)
+    if x.dtype == torch.bfloat16:  # each product rounded, as checkpoints were trained
+        return x * cos + turned * sin
+    return torch.addcmul(x * cos, turned, sin)
 
 
 @dataclass

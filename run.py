@@ -24,6 +24,7 @@ import io
 import json
 import math
 import os
+import platform
 import random
 import resource
 import shutil
@@ -72,7 +73,9 @@ class Run:
 
     def write_facts(self) -> None:
         facts = {key: getattr(self, key) for key in ("run_id", "attempt", "episodes_started")}
-        facts["directory"] = str(self.directory.resolve())  # by which a copy is known
+        # By which a copy is known, and a machine that sums otherwise.
+        facts |= {"directory": str(self.directory.resolve()), "host": platform.node()}
+        facts["threads"] = torch.get_num_threads()
         write_json(self.directory / "run.json", facts)
 
     def release(self) -> None:
@@ -108,13 +111,13 @@ def open_run(config, name: str) -> Run:
         if config.steps < done:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
         lock = hold(directory)
-        threads = [key for key in ("threads", "sampler_threads") if before.get(key) != now.get(key)]
-        if threads:
-            print(f"goes on with another {' and '.join(threads)}: bits may differ, sums round anew")
         facts = json.loads((directory / "run.json").read_text())
-        # One that was moved is the same run still; of a copy the original is there too.
-        recorded = Path(facts.get("directory", directory)).resolve()
-        copied = recorded != directory.resolve() and recorded.exists()
+        if (threads := torch.get_num_threads()) != facts["threads"]:
+            print(f"{threads} threads, not {facts['threads']}: bits may differ, sums round anew")
+        # One that was moved is the same run still; of a copy the original is there too, or, on
+        # another machine, may be.
+        recorded, elsewhere = Path(facts["directory"]), facts["host"] != platform.node()
+        copied = recorded != directory.resolve() and (elsewhere or recorded.exists())
         run_id, started = new_id() if copied else facts["run_id"], facts["episodes_started"]
         run = Run(directory, run_id, facts["attempt"] + 1, episodes_started=started)
         remove_leftovers(directory)
@@ -369,13 +372,13 @@ def student(freedom: int) -> float:
     return Z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def interval(rewards: list[list[float]], z: float = Z) -> list[float]:
+def wilson(rewards: list[list[float]]) -> list[float]:
     """95% interval [low, high] of the mean of rewards in [0, 1], samples of each question a list.
 
     Wilson's (1927), which stays within [0, 1] and is not empty where all rewards are equal. Samples
     of one question are no independent draws, so the number of draws n is what the spread between
     the means of questions says, n = p (1 - p) / Var(p): at least the questions, at most the
-    samples. Few questions hardly know that spread: n shrinks by (z / t)^2, t Student's quantile
+    samples. Few questions hardly know that spread: n shrinks by (Z / t)^2, t Student's quantile
     (Korn and Graubard 1998).
     """
     means = [sum(of_one) / len(of_one) for of_one in rewards]
@@ -383,12 +386,12 @@ def interval(rewards: list[list[float]], z: float = Z) -> list[float]:
     p, n = sum(means) / questions, questions
     if questions > 1 and 0 < p < 1:
         variance = sum((mean - p) ** 2 for mean in means) / (questions - 1) / questions
-        n = samples  # and if every question has the same mean, no fewer
+        n = samples  # also where every question has the same mean
         if variance * samples > p * (1 - p):
             n = p * (1 - p) / variance
-        n = max(questions, n * (z / student(questions - 1)) ** 2)
-    middle, share = p + z**2 / (2 * n), 1 + z**2 / n
-    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+        n = max(questions, n * (Z / student(questions - 1)) ** 2)
+    middle, share = p + Z**2 / (2 * n), 1 + Z**2 / n
+    half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
     return [max(0.0, (middle - half) / share), min(1.0, (middle + half) / share)]
 
 
@@ -418,6 +421,10 @@ def finish_evaluation(run: Run, result: dict, config, samples: int, seconds: flo
 
 def peak_memory() -> int:
     """Bytes of this process's largest resident set so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux, where getrusage's begins with that of the starting process
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB, on macOS in bytes
     return peak * (1 if sys.platform == "darwin" else 1024)
 

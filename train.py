@@ -62,11 +62,11 @@ from run import (
     append_row,
     finish,
     finish_evaluation,
-    interval,
     sample_row,
     save_checkpoint,
     shows_group,
     step_line,
+    wilson,
 )
 from start import check_model, check_prompts, load_environments, load_replica, start_run
 from timing import profiling
@@ -233,7 +233,7 @@ class Trainer:
         outcomes = Counter(outcome_of(self.held_out, episode) for episode in episodes)
         result = {
             "reward": sum(episode.reward for episode in episodes) / len(episodes),
-            "interval": interval([[episode.reward for episode in group] for group in groups]),
+            "interval": wilson([[episode.reward for episode in group] for group in groups]),
             "outcomes": dict(outcomes.most_common()),
         }
         return result, episodes

@@ -201,11 +201,11 @@ async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
             victims = [number for number, line in job.processes().items() if wanted(line)]
         if kind == "server":
             victims = [server_process(shared.url)]
+        struck = 0
         for victim in victims:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it had ended
                 os.kill(victim, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it had ended
+                struck += 1
         code = process.wait(LIMIT)
         job.wait_until_gone()
         rows = job.steps_done()
@@ -226,13 +226,14 @@ async def round_of(kind: str, job: Job, reference: Job, moment: float) -> dict:
         if shared:
             await shared.__aexit__()
     check(job, reference, kind == "trainer, in turns", 1 if OVERLAPPED[0] in job.flags else 0)
-    entry = {"kind": kind, "moment": moment, "victims": len(victims), "exit_code": code}
+    entry = {"kind": kind, "moment": moment, "victims": struck, "exit_code": code}
     return entry | {"steps_done": rows, "eval_after": job.facts()["eval_after"]}
 
 
 def is_kill(entry: dict) -> bool:
-    """Whether somebody was killed, and the run ended of it."""
-    return entry["victims"] > 0 and entry["exit_code"] != 0
+    """Whether somebody was killed, and the run ended of it: by the signal, or with its error."""
+    ended = -signal.SIGKILL if entry["kind"].startswith("trainer") else 1
+    return entry["victims"] > 0 and entry["exit_code"] == ended
 
 
 MODEL = str(ROOT / "assets" / "tiny-qwen3")

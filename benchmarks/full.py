@@ -18,7 +18,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from memory import (
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.memory import (  # noqa: E402
     COUNTED,
     PROJECTIONS,
     RANK,
@@ -33,7 +34,6 @@ WAYS = ("lora", "full, no reference", "full")
 
 
 def measure(name: str) -> dict:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import torch
 
     from lora import LoRAConfig, adapter_disabled, inject_lora, trainable

@@ -1,6 +1,7 @@
 """The README's table of speed, made from the result files that the benchmarks keep.
 
-    python benchmarks/readme.py     after training, memory, full, sampling, rl_step or growth
+    python benchmarks/readme.py     after training, memory, full, sampling, rl_step, growth
+                                    or sampling_parts
 
 Nothing is measured here. A test holds the README to these files.
 

@@ -36,6 +36,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks.memory import peak_bytes  # noqa: E402
+
 RESULTS = Path(__file__).with_suffix(".json")
 GROUPS, GROUP_SIZE, PROMPT, NEW = 8, 8, 64, 64
 LR, RANK, ALPHA = 1e-4, 8, 32
@@ -48,14 +50,6 @@ PLAYERS = {
 }
 PAIRS = {"TRL": "ours", "TRL, 8 at a time": "ours, 8 at a time"}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def peak_memory() -> int:
-    """Bytes of this process's largest resident set; a child's getrusage starts at its parent's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
 def reward_of(token_ids: list[int]) -> float:
@@ -79,7 +73,7 @@ class Clock:
 
     def step_ended(self) -> None:
         if not self.ends:
-            self.before = peak_memory()
+            self.before = peak_bytes()
         self.ends.append((time.perf_counter(), time.process_time()))
 
     def report(self) -> dict:
@@ -87,7 +81,7 @@ class Clock:
         return {
             "wall": [after[0] - before[0] for before, after in pairs],
             "cpu": [after[1] - before[1] for before, after in pairs],
-            "peak_memory": peak_memory(),
+            "peak_memory": peak_bytes(),
             "memory_before": self.before,
             "parts": self.parts,
         }

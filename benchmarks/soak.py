@@ -21,9 +21,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import call, server_process
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.faults import server_process  # noqa: E402
+from client import call  # noqa: E402
+
 JOB = """--groups 2 --group-size 4 --eval-size 8 --save-every 20 --max-staleness 1
     --threads 1 --sampler-threads 1""".split()
 SLACK = {"memory": 1.02, "files": 1.0, "versions": 1.0}
@@ -99,6 +101,8 @@ def main() -> None:
     parser.add_argument("--result", help="a JSON file")
     parser.add_argument("--figure", help="a PNG file")
     options = parser.parse_args()
+    if options.steps // options.every < 3:
+        parser.error("--steps must be at least three times --every: thirds are compared")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         rows = soak(options.steps, options.every, Path(directory) / "run")

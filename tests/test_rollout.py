@@ -429,8 +429,10 @@ def test_removing_every_version_leaves_no_trace(published):
         ({"prompt_ids": [-1]}, "token id -1 is outside"),
         ({"prompt_ids": [1] * CONTEXT}, "prompt of 40 tokens does not fit the context of 40"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-        ({"temperature": -0.1}, "temperature must be 0 or positive, not -0.1"),
-        ({"temperature": float("nan")}, "temperature must be 0 or positive"),
+        ({"stop_token_ids": (23,)}, "stop_token_ids: token id 23 is outside the vocabulary of 23"),
+        ({"temperature": -0.1}, r"temperature must be 0 or in 0.01..1e\+06, not -0.1"),
+        ({"temperature": 1e-45}, "temperature must be 0 or in 0.01"),
+        ({"temperature": float("nan")}, "temperature must be 0 or in 0.01"),
         ({"adapter": "c"}, r"no adapter named 'c'; the engine holds \['a', 'b'\]"),
     ],
 )

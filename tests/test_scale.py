@@ -51,7 +51,7 @@ from lora import LoRAConfig, inject_lora, lora_parameters
 from model import KVCache, Qwen3
 from quant import quantize_base
 from rollout import Completion, TorchEngine, run_episode, run_groups
-from run import interval, student
+from run import student, wilson
 from tools.plan import (
     DEVICES,
     PROMPT,
@@ -388,16 +388,16 @@ rewards = st.lists(
 
 @given(rewards=rewards)
 def test_an_interval_holds_the_mean_and_never_leaves_0_to_1(rewards):
-    low, high = interval(rewards)
+    low, high = wilson(rewards)
     mean = sum(sum(of_one) / len(of_one) for of_one in rewards) / len(rewards)
     assert 0 <= low <= mean + 1e-9 and mean - 1e-9 <= high <= 1 and low < high
-    mirrored = interval([[1 - reward for reward in of_one] for of_one in rewards])
+    mirrored = wilson([[1 - reward for reward in of_one] for of_one in rewards])
     assert mirrored == pytest.approx([1 - high, 1 - low])
 
 
 def test_an_interval_of_single_draws_is_wilsons():
-    assert interval([[1.0]] * 8 + [[0.0]] * 2) == pytest.approx([0.4902, 0.9433], abs=0.011)
-    assert interval([[0.0]] * 30) == pytest.approx([0.0, 0.1135], abs=1e-3)
+    assert wilson([[1.0]] * 8 + [[0.0]] * 2) == pytest.approx([0.4902, 0.9433], abs=0.011)
+    assert wilson([[0.0]] * 30) == pytest.approx([0.0, 0.1135], abs=1e-3)
 
 
 def test_students_quantile():
@@ -408,9 +408,9 @@ def test_students_quantile():
 
 def test_samples_of_one_question_are_no_independent_draws():
     """Ten samples that always agree tell no more than one; ten that do not, more."""
-    agree = interval([[1.0] * 10, [0.0] * 10] * 10)
-    assert agree == pytest.approx(interval([[1.0], [0.0]] * 10))
-    low, high = interval([[1.0, 0.0] * 5] * 20)
+    agree = wilson([[1.0] * 10, [0.0] * 10] * 10)
+    assert agree == pytest.approx(wilson([[1.0], [0.0]] * 10))
+    low, high = wilson([[1.0, 0.0] * 5] * 20)
     assert high - low < (agree[1] - agree[0]) / 2
 
 
@@ -423,7 +423,7 @@ def test_an_interval_covers_what_it_should(questions, samples, spread):
     for _ in range(trials):
         rates = 0.6 + spread * (torch.rand(questions, 1, generator=generator) - 0.5)
         draws = (torch.rand(questions, samples, generator=generator) < rates).double()
-        low, high = interval(draws.tolist())
+        low, high = wilson(draws.tolist())
         hits += low <= 0.6 <= high
     assert 0.92 <= hits / trials <= 0.99
 

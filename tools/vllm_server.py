@@ -248,7 +248,7 @@ class TorchServer(RunServer):
 
     def __init__(self, model: str, log: Path, threads: int = 0, **settings):
         command = [sys.executable, str(Path(__file__).resolve().parent / "serve.py"), model]
-        for name, value in (settings | {"port": 0}).items():
+        for name, value in dict(port=0, **settings).items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         super().__init__("tools/serve.py", command, 0, log, threads)
 
