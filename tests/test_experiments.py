@@ -232,6 +232,16 @@ def no_handler(monkeypatch):
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
 
 
+def test_without_a_name_all_are_listed_with_minutes_and_verdict(no_handler, capsys):
+    command.main([])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == list(page.EXPERIMENTS)
+    for name, minutes, unit, *words in lines:
+        verdict, finding = page.outcome(name)
+        assert (int(minutes), unit) == (page.load(name).MINUTES, "min")
+        assert " ".join(words) == f"{verdict} {finding}".strip()
+
+
 def test_other_prices_change_nothing_committed(no_handler, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "RUNS", tmp_path)
     before = (page.HERE / "cost.json").read_bytes()
