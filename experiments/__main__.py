@@ -4,7 +4,8 @@ python -m experiments                    list them
 python -m experiments rank               run one: result file, figure and page again
 python -m experiments rank --quick       a minute or two: the same code on less; nothing committed
 python -m experiments all                the whole gallery, under two hours on two cores, and the
-                                         README's table of it
+                                         README's table of it; without vLLM, mismatch stays as
+                                         it is
 python -m experiments rank --draw        page and figure again, from the committed result file
 python -m experiments cost --price core=0.05 --price l40s=1.2
                                          at these dollars an hour; with --draw without new runs;

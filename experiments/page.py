@@ -11,6 +11,7 @@ An experiment is a module of this folder:
 <name>.md is prose around one part that `write` fills from the result file:
 
     # Title
+    `python -m experiments <name>`  The command, with its interpreter if it needs another one.
     **Hypothesis.** Its first sentence is the claim and who makes it: the README's gallery has it.
     **Criterion.** Stated before the runs; verdict() is nothing but this.
     <!-- result -->  verdict, table, figure  <!-- end of result -->  (either alone on its line)
@@ -52,7 +53,6 @@ EXPERIMENTS: tuple[str, ...] = (
     "fleet",
     "cost",
 )
-SHOWN = ("rank", "capacity", "corrections", "many_adapters")  # their figures are in the README
 
 
 class CannotRun(Exception):
@@ -137,6 +137,15 @@ def title(name: str) -> str:
     return re.search(r"^# (.+)$", (HERE / f"{name}.md").read_text(), re.MULTILINE)[1]
 
 
+def command(name: str) -> str:
+    """What makes the page again, as it says itself. ValueError if it does not."""
+    page = HERE / f"{name}.md"
+    found = re.search(rf"`([^`\n]*python -m experiments {name})`", page.read_text())
+    if not found:
+        raise ValueError(f"{page}: has no `python -m experiments {name}`")
+    return found[1]
+
+
 def outcome(name: str) -> tuple[str, str]:
     """(verdict, finding) by the committed result."""
     result = committed(name)
@@ -146,7 +155,7 @@ def outcome(name: str) -> tuple[str, str]:
 
 
 def gallery() -> str:
-    """The README's: a row an experiment, and the figures of some."""
+    """The README's: a row an experiment, and the figures, two a row, each above its command."""
     rows = ["| `python -m experiments ...` | minutes | claim | verdict | finding |"]
     rows += ["|---|---|---|---|---|"]
     for name in EXPERIMENTS:
@@ -154,12 +163,12 @@ def gallery() -> str:
         claim, minutes = first_sentence(name, "Hypothesis"), load(name).MINUTES
         cells = [f"[`{name}`](experiments/{name}.md)", f"{minutes}", claim, f"**{word}**", finding]
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    shown = [name for name in SHOWN if name in EXPERIMENTS and committed(name)]
-    for left, right in zip(shown[::2], [*shown[1::2], None], strict=False):
-        pair = [name for name in (left, right) if name]
+    drawn = [name for name in EXPERIMENTS if committed(name)]
+    for pair in (drawn[first : first + 2] for first in range(0, len(drawn), 2)):
         rows += ["", f"| {' | '.join(map(title, pair))} |", "|---" * len(pair) + "|"]
         images = [f"[![{n}](experiments/{n}.png)](experiments/{n}.md)" for n in pair]
         rows += [f"| {' | '.join(images)} |"]
+        rows += [f"| {' | '.join(f'`{command(name)}`' for name in pair)} |"]
     return "\n".join(rows) + "\n"
 
 

@@ -35,6 +35,11 @@ SEEDS = (0, 1, 2)
 LEARNING_RATES = ("1.5e-4", "1.5e-5")
 LORA_LEARNING_RATE = "1.5e-3"
 PROGRAMS = {"RL": "train.py", "SFT": "sft.py"}
+PER_MATRIX = {"changed_bf16": "changed, bf16", "rank_bf16": "rank, bf16", "rank": "rank"}
+KINDS = (  # in the order of a forward pass, which a table has them in
+    *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj", "norms"),
+)
 BASE = RUNS / "base-in-bfloat16"
 
 
@@ -106,11 +111,12 @@ def update_of(base: dict[str, Tensor], run: Run, mode: str) -> dict:
     same updates on other weights of their matrix; adapted_*: of matrices with an adapter alone.
     rank_bf16: matrix_rank of the difference of both checkpoints in bfloat16, as in their
     update_rank.py; rank: of the update itself; rank_99: singular values with 99% of its square.
+    Of these the means over matrices that changed; by_kind has PER_MATRIX of each kind of tensor.
     """
     after, generator = trained_weights(base, run, mode), torch.Generator().manual_seed(0)
     counts = {"changed_bf16": 0, "changed_fp32": 0, "dealt_bf16": 0}
     adapted = {"adapted_bf16": 0, "adapted_fp32": 0, "adapted": 0}
-    moved, kinds, ranks = [], {}, []
+    moved, ranks, tensors = [], [], {}
     for name, before in base.items():
         delta = after[name].double() - before.double()
         moved.append(delta.abs().flatten())
@@ -120,21 +126,43 @@ def update_of(base: dict[str, Tensor], run: Run, mode: str) -> dict:
         counts["changed_bf16"] += changed
         counts["changed_fp32"] += changed_fp32
         counts["dealt_bf16"] += int(changed_in_bf16(before, dealt.view_as(delta)).sum())
-        kind = kinds.setdefault(name.split(".")[-2], [0, 0])
-        kind[0], kind[1] = kind[0] + changed, kind[1] + delta.numel()
+        tensors[name] = {"changed_bf16": changed / delta.numel()}
         if before.dim() < 2 or not delta.any():
             continue
         adapted["adapted_bf16"] += changed
         adapted["adapted_fp32"] += changed_fp32
         adapted["adapted"] += delta.numel()
         ranks.append(ranks_of(before, delta, exact=mode == "LoRA"))
+        tensors[name] |= ranks[-1]
     total = sum(tensor.numel() for tensor in base.values())
     shares = {key: count / total for key, count in counts.items()}
     shares |= {key: adapted[key] / adapted["adapted"] for key in ("adapted_bf16", "adapted_fp32")}
     means = {key: fmean(found[key] for found in ranks) for key in ranks[0]}
     median = torch.cat(moved).median().item()
-    by_kind = {kind: changed / size for kind, (changed, size) in kinds.items()}
-    return shares | means | {"moved": median, "changed_by_kind": by_kind}
+    return shares | means | {"moved": median, "by_kind": by_kind(tensors)}
+
+
+def by_kind(tensors: dict[str, dict[str, float]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Mean, least and most over the layers, of each kind of tensor: q_proj, ..., and all norms.
+
+    `tensors` has the numbers of each by its name. Those of PER_MATRIX are taken, as far as a kind
+    has them: a norm has no rank, nor has a matrix that did not change.
+    """
+    kinds: dict[str, list[dict[str, float]]] = {}
+    for name, numbers in tensors.items():
+        kind = name.split(".")[-2]
+        kinds.setdefault("norms" if kind.endswith("norm") else kind, []).append(numbers)
+    found = {}
+    for kind, layers in kinds.items():
+        columns = {
+            key: [numbers[key] for numbers in layers if key in numbers] for key in PER_MATRIX
+        }
+        found[kind] = {
+            key: {"mean": fmean(column), "least": min(column), "most": max(column)}
+            for key, column in columns.items()
+            if column
+        }
+    return found
 
 
 def changed_in_bf16(before: Tensor, delta: Tensor) -> Tensor:
@@ -269,7 +297,37 @@ def table(result: dict) -> str:
             f"{fmean(values(result, key, **case)):.1%}" for key in ("rank_bf16", "rank", "rank_99")
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", NOTE])
+    return "\n".join([*lines, "", NOTE, "", table_by_kind(result)])
+
+
+def table_by_kind(result: dict) -> str:
+    """A line a kind of matrix, at RL's best learning rate: RL beside SFT."""
+    rate, columns = best_rate(result), [(key, method) for key in PER_MATRIX for method in PROGRAMS]
+    heads = [f"{PER_MATRIX[key]}: {method}" for key, method in columns]
+    lines = [
+        f"By kind of matrix, full fine-tuning at {rate:g}: mean (least to most) over layers and "
+        "seeds.",
+        "",
+        f"| matrices | {' | '.join(heads)} |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
+    found = {m: values(result, "by_kind", method=m, mode="full", lr=rate) for m in PROGRAMS}
+    for kind in sorted(found["RL"][0], key=KINDS.index):
+        cells = [kind]
+        for key, method in columns:
+            seeds = [its[kind][key] for its in found[method] if key in its[kind]]
+            cells.append(spread(seeds) if seeds else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(seeds: list[dict[str, float]]) -> str:
+    """E.g. 73.2% (65.9% to 82.5%), or 100.0% alone, of mean, least and most in each seed."""
+    mean = fmean(numbers["mean"] for numbers in seeds)
+    least = min(numbers["least"] for numbers in seeds)
+    most = max(numbers["most"] for numbers in seeds)
+    mean, least, most = (f"{share:.1%}" for share in (mean, least, most))
+    return mean if least == most else f"{mean} ({least} to {most})"
 
 
 def draw(result: dict) -> pyplot.Figure:

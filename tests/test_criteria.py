@@ -193,6 +193,53 @@ def test_saved_in_bf16_an_update_of_rank_2_seems_to_have_full_rank():
     assert found["rank_mean"] == 2 and found["rank_99"] <= 2 / 24 and found["rank_bf16"] == 1
 
 
+def test_an_update_is_told_matrix_by_matrix(monkeypatch):
+    """Nothing of one kind hides in another's mean, nor one layer in its kind's."""
+    names = {
+        f"model.layers.{layer}.{kind}.weight": shape
+        for layer in range(2)
+        for kind, shape in (
+            ("self_attn.q_proj", (4, 6)),
+            ("mlp.up_proj", (4, 6)),
+            ("input_layernorm", (6,)),
+        )
+    }
+    base = {name: torch.ones(shape) for name, shape in names.items()}
+    after = {name: before.clone() for name, before in base.items()}
+    after["model.layers.0.self_attn.q_proj.weight"][0, :3] = 2  # 3 of 24 weights, rank 1
+    after["model.layers.1.self_attn.q_proj.weight"][:2, :2] += torch.eye(2)  # 2 of 24, rank 2
+    after["model.layers.1.input_layernorm.weight"][0] = 2
+    monkeypatch.setattr(update, "trained_weights", lambda base, run, mode: after)
+    kinds = update.update_of(base, None, "full")["by_kind"]
+    rank = {"mean": 3 / 8, "least": 1 / 4, "most": 2 / 4}
+    changed = {"mean": 5 / 48, "least": 2 / 24, "most": 3 / 24}
+    assert kinds["q_proj"] == {
+        "changed_bf16": pytest.approx(changed),
+        "rank_bf16": rank,
+        "rank": rank,
+    }
+    assert kinds["up_proj"] == {"changed_bf16": {"mean": 0, "least": 0, "most": 0}}
+    assert kinds["norms"] == {"changed_bf16": {"mean": 1 / 12, "least": 0, "most": 1 / 6}}
+
+    rows = [
+        {"method": method, "mode": "full", "lr": rate, "seed": seed, "held_out": rate}
+        | {
+            "by_kind": kinds
+            if method == "RL" and rate
+            else {"q_proj": {}, "up_proj": {}, "norms": {}}
+        }
+        for method in update.PROGRAMS
+        for rate in (0, 0.5)
+        for seed in range(2)
+    ]
+    lines = update.table_by_kind({"rows": rows}).splitlines()
+    told = {line.split(" | ")[0]: line for line in lines if line.startswith("|")}
+    assert told["| q_proj"].startswith(
+        "| q_proj | 10.4% (8.3% to 12.5%) |  | 37.5% (25.0% to 50.0%)"
+    )
+    assert told["| up_proj"] == "| up_proj | 0.0% |  |  |  |  |  |"
+
+
 @given(seeds, st.sampled_from((0.03, 0.3)))
 def test_importance_sampling_has_no_bias_but_of_one_token_or_by_whole_sequences(seed, kl):
     assert corrections.bias("unclipped", 5, 1, kl, seed) < 1e-9

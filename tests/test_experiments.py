@@ -28,12 +28,16 @@ def test_a_page_states_claim_criterion_and_finding(name):
     for heading in ("Hypothesis", "Criteri", "Finding"):
         assert len(page.first_sentence(name, heading)) > 20
     assert page.load(name).__doc__ and page.load(name).MINUTES > 0
-    assert f"python -m experiments {name}" in (page.HERE / f"{name}.md").read_text()
+    python = ".venv-vllm/bin/python" if name in WITH_VLLM else "python"
+    assert page.command(name) == f"{python} -m experiments {name}"
 
 
 def test_the_gallery_in_the_readme_is_that_of_the_result_files():
     found = page.GALLERY.search(page.README.read_text())
     assert found and found[0] == page.gallery(), "python -m experiments --gallery"
+    for name in COMMITTED:
+        assert f"![{name}](experiments/{name}.png)" in found[0]
+        assert f"| `{page.command(name)}` |" in found[0]
 
 
 def test_the_whole_gallery_takes_less_than_two_hours():
@@ -63,13 +67,13 @@ def small(tmp_path, monkeypatch):
         "    return figure\n"
     )
     (tmp_path / "small.md").write_text(
-        "# Small is | beautiful\n\n**Hypothesis.** Hu et al. 2021 say e.g. so. More.\n\n"
+        "# Small is | beautiful\n\n`.venv/bin/python -m experiments small`, or another python\n\n"
+        "**Hypothesis.** Hu et al. 2021 say e.g. so. More.\n\n"
         "**Criterion.** One.\n\n<!-- result -->\n<!-- end of result -->\n\n"
         "**Finding.** It is\n3.5 times so. `More`.\n"
     )
     monkeypatch.setattr(page, "HERE", tmp_path)
     monkeypatch.setattr(page, "EXPERIMENTS", ("small",))
-    monkeypatch.setattr(page, "SHOWN", ("small",))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(page, "load", lambda name: __import__(name))
     yield tmp_path
@@ -102,7 +106,7 @@ def test_what_was_changed_by_hand_is_found(small, harm):
         page.check("small")
 
 
-def test_the_gallery_has_claim_verdict_finding_and_figure(small):
+def test_the_gallery_has_claim_verdict_finding_figure_and_command(small):
     row = page.gallery().splitlines()[2]
     assert row == (
         "| [`small`](experiments/small.md) | 1 | Hu et al. 2021 say e.g. so. | **not run** |  |"
@@ -111,7 +115,10 @@ def test_the_gallery_has_claim_verdict_finding_and_figure(small):
     page.write("small", {"rows": {1: 0.25}}, small)
     rows = page.gallery().splitlines()
     assert rows[2].endswith("| **undecided** | It is 3.5 times so. |")
-    assert rows[-1] == "| [![small](experiments/small.png)](experiments/small.md) |"
+    assert rows[-2:] == [
+        "| [![small](experiments/small.png)](experiments/small.md) |",
+        "| `.venv/bin/python -m experiments small` |",
+    ]
 
 
 def test_a_page_without_a_finding_is_refused(small):
@@ -120,6 +127,8 @@ def test_a_page_without_a_finding_is_refused(small):
         page.first_sentence("small", "Finding")
     with pytest.raises(ValueError, match="<!-- result -->"):
         page.write("small", {"rows": {1: 0.25}}, small)
+    with pytest.raises(ValueError, match="python -m experiments small"):
+        page.command("small")
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -221,6 +230,16 @@ def test_what_cannot_be_is_refused(arguments, why, capsys):
 @pytest.fixture
 def no_handler(monkeypatch):
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+
+
+def test_without_a_name_all_are_listed_with_minutes_and_verdict(no_handler, capsys):
+    command.main([])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == list(page.EXPERIMENTS)
+    for name, minutes, unit, *words in lines:
+        verdict, finding = page.outcome(name)
+        assert (int(minutes), unit) == (page.load(name).MINUTES, "min")
+        assert " ".join(words) == f"{verdict} {finding}".strip()
 
 
 def test_other_prices_change_nothing_committed(no_handler, tmp_path, monkeypatch, capsys):

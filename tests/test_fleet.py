@@ -14,6 +14,19 @@ def test_the_committed_fleet_meets_its_criterion():
     assert fleet.verdict(page.committed("fleet"))[0] == "agrees"
 
 
+def of_b(result: dict, *steps: int) -> list[str]:
+    """Names of b's adapters of these steps."""
+    return [f"{result['run_id_of_b']}-1-{step}" for step in steps]
+
+
+@pytest.mark.parametrize("steps", [(3,), (2, 3)])
+def test_b_may_die_while_it_exchanges_its_adapters(steps):
+    """The next one is loaded before the last one is unloaded, so that two may be left."""
+    result = copy.deepcopy(page.committed("fleet"))
+    result["left_on_the_server"] = of_b(result, *steps)
+    assert fleet.verdict(result)[0] == "agrees"
+
+
 def other_rewards(result: dict) -> None:
     result["equal_steps"] = 0
 
@@ -38,6 +51,22 @@ def a_was_unloaded_as_b(result: dict) -> None:
     result["left_on_the_server"] = list(result["when_b_died"]["served"])
 
 
+def one_of_a_is_left_with_bs(result: dict) -> None:
+    result["left_on_the_server"] = [*of_b(result, 3), "of-a-1-6"]
+
+
+def one_of_a_is_left_alone(result: dict) -> None:
+    result["left_on_the_server"] = ["of-a-1-6"]
+
+
+def bs_was_unloaded(result: dict) -> None:
+    result["left_on_the_server"] = []
+
+
+def b_unloads_nothing(result: dict) -> None:
+    result["left_on_the_server"] = of_b(result, 1, 2, 3)
+
+
 def one_name_for_both(result: dict) -> None:
     result["when_b_died"]["served"] = result["left_on_the_server"]
 
@@ -55,6 +84,10 @@ def another_end(result: dict) -> None:
         b_survived,
         a_died_too,
         a_was_unloaded_as_b,
+        one_of_a_is_left_with_bs,
+        one_of_a_is_left_alone,
+        bs_was_unloaded,
+        b_unloads_nothing,
         one_name_for_both,
         another_end,
     ],
