@@ -391,7 +391,9 @@ def wait_for(condition, seconds: float = 300.0) -> None:
 
 
 def test_the_default_task_is_learned_through_vllm(tmp_path):
-    flags = "--steps 8 --groups 12 --eval-size 96".split()
+    """And every sampled token compared: a KL, however small, also scores groups of equal reward,
+    and compares each micro-batch with the reference."""
+    flags = "--steps 8 --groups 12 --eval-size 96 --kl 1e-4".split()
     run = start(tmp_path / "run", *flags)
     printed, errors = run.communicate(timeout=1200)
     assert run.returncode == 0, errors
@@ -401,8 +403,9 @@ def test_the_default_task_is_learned_through_vllm(tmp_path):
     steps = rows(tmp_path / "run")
     assert len(steps) == 8
     for row in steps:
+        assert row["tokens_trained"] == row["tokens_sampled"] > 0
         assert row["mismatch_max"] <= BOUND
-        if row["step"] > 2:  # B has moved
+        if row["step"] > 1:  # B has moved
             assert row["reference_max"] >= 10 * max(row["mismatch_max"], 1e-3)
     attempt = tmp_path / "run" / "broadcasts" / "attempt_1"
     assert [path.name for path in list_published(attempt)] == ["v000008"]
