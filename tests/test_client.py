@@ -1072,14 +1072,20 @@ class Wide(Cheat):
             return 200, answered(token_ids=[960] * n, logprobs=logprobs(*[-1.0] * n))
 
 
+ANOTHER = (
+    "it serves another model or dtype, or another adapter under this name; start "
+    f"tools/vllm_server.py or tools/serve.py with {BASE} --dtype float32$"
+)
+
+
 @pytest.mark.parametrize(
     "make, step, problem, resumed",
     [
         (lambda: Late(base_engine()), 1, "version 1 .* it still serves version 0, or", True),
         (lambda: Bare(base_engine()), 1, "version 1 .* it still serves version 0, or", False),
         (lambda: Raw(base_engine()), 0, "version 0 .* it ignores the temperature; --log", True),
-        (lambda: Recorder(other_engine()), 0, "version 0 .* it serves another model", False),
-        (lambda: Recorder(base_engine(torch.bfloat16)), 0, "it serves another model or dt", False),
+        (lambda: Recorder(other_engine()), 0, f"version 0 .* {ANOTHER}", False),
+        (lambda: Recorder(base_engine(torch.bfloat16)), 0, f"version 0 .* {ANOTHER}", False),
         (lambda: Wide(base_engine()), 0, "tokens that the trainer's model has not", False),
     ],
     ids=["late", "bare", "raw", "other", "bfloat16", "wide"],

@@ -308,6 +308,9 @@ def test_a_server_that_does_not_fit_is_refused_with_what_mends_it(server, tmp_pa
     safetensors.torch.save_file(tensors, other / "model.safetensors")
     line = refused(*shared, str(tmp_path / "model"), "--model", str(other))
     assert server.url in line and "another model" in line
+    assert line.endswith(
+        f"; start tools/vllm_server.py or tools/serve.py with {other} --dtype float32"
+    )
     models = call(f"{server.url}/v1/models").json()["data"]
     assert len(models) == 1  # nothing stays behind
 
