@@ -123,9 +123,13 @@ def test_every_rank_and_scaling_is_sampled_as_it_is_trained(server, rank, tmp_pa
             asyncio.run(check(alpha, temperature))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_episodes_of_several_turns_are_sampled_as_they_are_trained(server, temperature, tmp_path):
-    config = LoRAConfig(rank=8)
+@pytest.mark.parametrize(
+    "rank, alpha, temperature", [(1, 2.0, 1.0), (8, 32.0, 0.7), (8, 32.0, 1.0), (12, 12.0, 0.7)]
+)
+def test_episodes_of_several_turns_are_sampled_as_they_are_trained(
+    server, rank, alpha, temperature, tmp_path
+):
+    config = LoRAConfig(rank, alpha)
     model = adapted(config, seed=3, size=0.02)  # small: the agent still calls its tools
     save_adapter(model, config, tmp_path / "adapter")
     wiki = ROOT / "assets" / "tiny-wiki"
@@ -134,7 +138,7 @@ def test_episodes_of_several_turns_are_sampled_as_they_are_trained(server, tempe
     )
 
     async def play():
-        engine, name = client(server, model), f"episodes-{temperature}"
+        engine, name = client(server, model), f"episodes-{rank}-{alpha}-{temperature}"
         engine.add_adapter(name, tmp_path / "adapter")
         groups = await run_groups(
             engine,
