@@ -169,6 +169,11 @@ class Trainer:
                 problem = f"it still serves version {before.version}, or one soon after it"
             elif probe.differs_from(ours):
                 problem = "it serves another model or dtype, or another adapter under this name"
+                if self.config.vllm_url:  # a server that the user starts
+                    problem += (
+                        "; start tools/vllm_server.py or tools/serve.py with "
+                        f"{self.config.model} --dtype {self.config.dtype}"
+                    )
                 if not probe.differs_from(self.logprobs(prompt, answer.token_ids, 1.0)):
                     problem = "it ignores the temperature; --logprobs-mode processed_logprobs"
             if problem:

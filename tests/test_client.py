@@ -9,6 +9,7 @@ At the end, runs of train.py on such servers: honest ones, and ones that cheat.
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ import rollout
 import train
 from broadcast import CONFIG_FILE, TENSOR_FILE, list_published, save_adapter
 from chat import load_tokenizer
-from config import Config
+from config import Config, to_toml
 from engine import Completion, Request, TorchEngine
 from environments import Task
 from lora import LoRAConfig, inject_lora, use_adapters
@@ -1072,14 +1073,20 @@ class Wide(Cheat):
             return 200, answered(token_ids=[960] * n, logprobs=logprobs(*[-1.0] * n))
 
 
+ANOTHER = (
+    "it serves another model or dtype, or another adapter under this name; start "
+    f"tools/vllm_server.py or tools/serve.py with {BASE} --dtype float32$"
+)
+
+
 @pytest.mark.parametrize(
     "make, step, problem, resumed",
     [
         (lambda: Late(base_engine()), 1, "version 1 .* it still serves version 0, or", True),
         (lambda: Bare(base_engine()), 1, "version 1 .* it still serves version 0, or", False),
         (lambda: Raw(base_engine()), 0, "version 0 .* it ignores the temperature; --log", True),
-        (lambda: Recorder(other_engine()), 0, "version 0 .* it serves another model", False),
-        (lambda: Recorder(base_engine(torch.bfloat16)), 0, "it serves another model or dt", False),
+        (lambda: Recorder(other_engine()), 0, f"version 0 .* {ANOTHER}", False),
+        (lambda: Recorder(base_engine(torch.bfloat16)), 0, f"version 0 .* {ANOTHER}", False),
         (lambda: Wide(base_engine()), 0, "tokens that the trainer's model has not", False),
     ],
     ids=["late", "bare", "raw", "other", "bfloat16", "wide"],
@@ -1121,6 +1128,15 @@ def test_a_server_that_stays_behind_is_found_also_where_a_step_moves_little(
     assert f"version {last['step']} " in str(caught.value)
 
 
+def refusal(config: Config, file: Path) -> str:
+    """The one line with which a run from its file ends."""
+    file.write_text(to_toml(config))
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--config", str(file), "--output", config.output])
+    assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
+    return caught.value.code
+
+
 @pytest.mark.parametrize("route, version", [(LOAD, 2), (UNLOAD, 1)])
 def test_a_server_that_is_lost_costs_the_run_and_not_the_step(
     tmp_path, fields, serve, quick, route, version
@@ -1142,3 +1158,47 @@ def test_a_server_that_is_lost_costs_the_run_and_not_the_step(
     server.spoil = None
     asyncio.run(train.train(dataclasses.replace(config, resume=True)))
     assert [row["step"] for row in rows_of(output)] == [1, 2, 3] and not server.directories
+
+
+def test_a_server_that_hangs_costs_the_run_and_not_the_step(tmp_path, fields, serve, quick):
+    """While step 2 is sampled, after the probe of version 1. Steps between checkpoints."""
+
+    async def hang_in_step_2(route, body):
+        sampled = route == COMPLETE and body["temperature"] == fields["temperature"]
+        if sampled and body["model"].endswith("-1-1"):
+            await asyncio.sleep(30)
+
+    server, output = serve(base_engine(), spoil=hang_in_step_2), tmp_path / "run"
+    config = Config(**fields, output=str(output), engine="vllm")
+    config = dataclasses.replace(config, vllm_url=(server.url,), vllm_timeout=2.0)
+    message = refusal(config, tmp_path / "run.toml")
+    assert f"step 2: the server {server.url} failed (no answer in 2 s, so it hangs" in message
+    assert [row["step"] for row in rows_of(output)] == [1]
+    assert list_names(output / "checkpoints") == ["step_000001"] and not server.directories
+    server.spoil = None
+    asyncio.run(train.train(dataclasses.replace(config, resume=True)))
+    assert [row["step"] for row in rows_of(output)] == [1, 2] and not server.directories
+
+
+def test_a_full_disk_costs_a_run_with_a_server_no_checkpoint(
+    tmp_path, fields, serve, quick, monkeypatch
+):
+    """It fills while version 2 is published; the server is left as it was found."""
+    server, output, write, failures = serve(base_engine()), tmp_path / "run", Path.write_bytes, []
+
+    def full(path, data):
+        if output in path.parents and (failures or path.match(".v000002.tmp-*/*")):
+            failures.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data)
+
+    config = Config(**fields | {"steps": 3, "save_every": 1}, output=str(output), engine="vllm")
+    config = dataclasses.replace(config, vllm_url=(server.url,))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        message = refusal(config, tmp_path / "run.toml")
+    assert failures and "No space left on device" in message and "make room" in message
+    assert list_names(output / "checkpoints") == ["step_000001"] and not server.directories
+    asyncio.run(train.train(dataclasses.replace(config, resume=True)))
+    assert [row["step"] for row in rows_of(output)] == [1, 2, 3] and not server.directories
+    assert not [path for path in output.rglob("*") if ".tmp" in path.name]

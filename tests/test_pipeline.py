@@ -9,6 +9,7 @@ processes, one of which is killed.
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -64,10 +65,12 @@ delays = st.lists(st.floats(0, 0.003), min_size=1, max_size=8)
 
 
 class Episodes:
-    """Stands for an engine and its episodes: knows who is alive, and whether he may be."""
+    """Stands for an engine and its episodes, `size` a batch: knows who is alive, and whether he may
+    be; gives every episode a number of its own."""
 
-    def __init__(self, delays: list[float], turns: int = 3):
-        self.delays, self.turns = delays, turns
+    def __init__(self, delays: list[float], size: int, turns: int = 3):
+        self.delays, self.size, self.turns = delays, size, turns
+        self.numbers = itertools.count()
         self.directories: dict[str, Path] = {}
         self.ever: list[str] = []
         self.live: Counter[str] = Counter()
@@ -84,12 +87,17 @@ class Episodes:
         del self.directories[name]
 
     async def play(self, batch: int, name: str, version: int) -> list[SimpleNamespace]:
+        episodes = (self.episode(batch, name, version) for _ in range(self.size))
+        return await asyncio.gather(*episodes)
+
+    async def episode(self, batch: int, name: str, version: int) -> SimpleNamespace:
+        number = next(self.numbers)
         self.live[name] += 1
         try:
             for turn in range(self.turns):
-                await asyncio.sleep(self.delays[(batch + turn) % len(self.delays)])
+                await asyncio.sleep(self.delays[(number + turn) % len(self.delays)])
                 assert self.directories[name].is_dir(), "its version is gone"
-            return [SimpleNamespace(batch=batch, version=version)]
+            return SimpleNamespace(number=number, batch=batch, version=version)
         finally:
             self.live[name] -= 1
 
@@ -108,12 +116,13 @@ def adapted():
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 3), st.integers(1, 7), delays, delays)
+@given(st.integers(0, 3), st.integers(1, 7), st.integers(1, 4), delays, delays)
 def test_batches_come_in_order_once_each_and_never_too_old(
-    adapted, staleness, steps, sampling, training
+    adapted, staleness, steps, size, sampling, training
 ):
-    """And what they name is there until the last of them has ended, and not much longer."""
-    engine, started = Episodes(sampling), []
+    """And each of their episodes once; what they name is there until the last of them has ended,
+    and not much longer."""
+    engine, started, taken = Episodes(sampling, size), [], []
 
     async def loop(trainer):
         def play(batch):
@@ -124,8 +133,9 @@ def test_batches_come_in_order_once_each_and_never_too_old(
             trainer.publish()
             for step in range(steps):
                 episodes, _ = await pipeline.take(step, steps, play)
-                assert [episode.batch for episode in episodes] == [step]
-                assert 0 <= step - episodes[0].version <= staleness
+                assert [episode.batch for episode in episodes] == [step] * size
+                assert all(0 <= step - episode.version <= staleness for episode in episodes)
+                taken.extend(episode.number for episode in episodes)
                 time.sleep(training[step % len(training)])  # as torch: the loop stands still
                 trainer.run.step += 1
                 trainer.publish()
@@ -136,6 +146,9 @@ def test_batches_come_in_order_once_each_and_never_too_old(
         trainer = asyncio.run(loop(trainer_with(engine, staleness, Path(directory), *adapted)))
         # Batch b starts with version b - k, as soon as that is there, and none starts in vain.
         assert started == [(batch, max(0, batch - staleness)) for batch in range(steps)]
+        # Of the episodes that were ever played none is lost and none comes twice.
+        assert sorted(taken) == list(range(next(engine.numbers)))
+        assert len(taken) == steps * size
         assert engine.most <= staleness + 2
         assert list(engine.directories) == [trainer.adapter] == [f"run-1-{steps}"]
         (version,) = live_versions(Path(directory))

@@ -830,6 +830,37 @@ def test_the_self_check_forgives_single_tokens_in_bfloat16(dtype, gap, tokens, a
             check()
 
 
+@pytest.mark.parametrize(
+    "dtype, gaps, metric, bound",
+    [
+        ("float32", (2e-3, 5e-4), "mismatch_max", 1e-3),
+        # Of all tokens, a KL of about gap^2 / 2: 5e-3, and 5e-4, whatever the largest gap.
+        ("bfloat16", (0.1, 0.03), "mismatch_kl", 2e-3),
+    ],
+)
+def test_a_mismatch_beyond_rounding_is_an_alarm_and_a_smaller_one_is_none(
+    tmp_path, small, monkeypatch, capsys, dtype, gaps, metric, bound
+):
+    """Of two steps, in the first of which the sampler tells logprobs that are too far off."""
+    run_groups = train.run_groups
+
+    async def moved(*arguments, **options):
+        groups = await run_groups(*arguments, **options)
+        if options["temperature"]:  # not the greedy evaluation, whose gap would end the run
+            for episode in [episode for group in groups for episode in group]:
+                gap = gaps[options["step"]]
+                pairs = zip(episode.logprobs, episode.loss_mask, strict=True)
+                episode.logprobs = [logprob + gap * sampled for logprob, sampled in pairs]
+        return groups
+
+    monkeypatch.setattr(train, "run_groups", moved)
+    far, near = rows_of(go(tmp_path / "run", small, steps=2, dtype=dtype))
+    assert far[metric] > bound > near[metric] > 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "sampler differ" in line]
+    alarm = f"{metric} is {far[metric]:.2g}, and rounding stays below {bound}; see experiments/"
+    assert said == [f"trainer and sampler differ: {alarm}mismatch.md"]
+
+
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("tokens", [2, 8])
 def test_the_probe_forgives_a_mixture_single_tokens(tmp_path, small, experts, tokens):
