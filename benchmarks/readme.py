@@ -161,6 +161,32 @@ def rl_step() -> list[str]:
     return lines
 
 
+def rl_parts() -> list[str]:
+    rows = [row for row in results("rl_step") if row["threads"] == 1]
+    told = []
+    for who, its in rows[0]["players"].items() if rows else ():
+        whole = sum(its["parts"].values())
+        shares = {name: seconds / whole for name, seconds in its["parts"].items()}
+        told += [f"{who}: " + ", ".join(f"{n} {x:.0%}" for n, x in shares.items() if x >= 0.01)]
+    what = "Where the wall time of an RL step goes, parts of 1% or more of what was timed"
+    return ["", f"{what}: {'; '.join(told)}."] if told else []
+
+
+def rates() -> list[str]:
+    """What the shares are of."""
+    alone = [row for row in (*results("training"), *results("sampling")) if row["threads"] == 1]
+    if not alone:
+        return []
+    gemm = [row.get("gemm_gflops", row.get("gemm_gflop_per_second")) for row in alone]
+    copy = [row.get("copy_gb_s", row.get("copy_gb_per_second")) for row in alone]
+    return [
+        "",
+        f"The machine beside them, one thread: {min(gemm):.0f} to {max(gemm):.0f} GFLOP/s in GEMM "
+        f"(2048^3, fp32), {min(copy):.0f} to {max(copy):.0f} GB/s in copying (256 MB, read and "
+        "written).",
+    ]
+
+
 def growth() -> list[str]:
     kept = results("growth")
     if not kept:
@@ -199,6 +225,8 @@ def speed() -> list[str]:
         *full(),
         *sampling(),
         *rl_step(),
+        *rates(),
+        *rl_parts(),
         *savings(),
         *growth(),
     ]
