@@ -1,16 +1,18 @@
-"""The README's table of speed, made from the result files that the benchmarks keep.
+"""The README's tables of benchmarks, made from the result files that these keep.
 
-    python benchmarks/readme.py     after training, memory, full, sampling, rl_step, growth
-                                    or sampling_parts
+    python benchmarks/readme.py     after training, memory, full, sampling, sampling_parts, rl_step,
+                                    growth, overlap, modes or adapters
 
-Nothing is measured here. A test holds the README to these files.
+A part of the README stands between <!-- its name --> and <!-- end of its name -->. Nothing is
+measured here, and a part whose result file is missing stays as it is. A test holds the README to
+these files.
 
-A ratio says how many times as fast this project is, or how many times less memory it takes: above 1
-is better. An aim is what the project set itself for that ratio, a floor and, after the arrow, what
-it would like to reach. Those that were set as shares stand here as their inverses: a step's memory
-at most 0.5 of PEFT's, better 0.3: 2 -> 3.3; LoRA at most 0.72 of full fine-tuning's time, better
-0.68: 1.39 -> 1.47, and 0.6 of its memory: 1.67. Aims for sampling 32 conversations are for
-prompts of 64 tokens alone.
+Of the speed: a ratio says how many times as fast this project is, or how many times less memory it
+takes: above 1 is better. An aim is what the project set itself for that ratio, a floor and, after
+the arrow, what it would like to reach. Those that were set as shares stand here as their inverses:
+a step's memory at most 0.5 of PEFT's, better 0.3: 2 -> 3.3; LoRA at most 0.72 of full fine-tuning's
+time, better 0.68: 1.39 -> 1.47, and 0.6 of its memory: 1.67. Aims for sampling 32 conversations are
+for prompts of 64 tokens alone.
 """
 
 import argparse
@@ -20,7 +22,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-TABLE = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- end of speed -->)", re.DOTALL)
 MODELS = {"tiny": "tiny, 3.7M", "slice": "4 layers of Qwen3-0.6B"}
 TRAINING = {  # (work, way) -> what it is
     ("rectangles", "peft"): "training step, 8 x 256 tokens, loss on half",
@@ -160,6 +161,32 @@ def rl_step() -> list[str]:
     return lines
 
 
+def rl_parts() -> list[str]:
+    rows = [row for row in results("rl_step") if row["threads"] == 1]
+    told = []
+    for who, its in rows[0]["players"].items() if rows else ():
+        whole = sum(its["parts"].values())
+        shares = {name: seconds / whole for name, seconds in its["parts"].items()}
+        told += [f"{who}: " + ", ".join(f"{n} {x:.0%}" for n, x in shares.items() if x >= 0.01)]
+    what = "Where the wall time of an RL step goes, parts of 1% or more of what was timed"
+    return ["", f"{what}: {'; '.join(told)}."] if told else []
+
+
+def rates() -> list[str]:
+    """What the shares are of."""
+    alone = [row for row in (*results("training"), *results("sampling")) if row["threads"] == 1]
+    if not alone:
+        return []
+    gemm = [row.get("gemm_gflops", row.get("gemm_gflop_per_second")) for row in alone]
+    copy = [row.get("copy_gb_s", row.get("copy_gb_per_second")) for row in alone]
+    return [
+        "",
+        f"The machine beside them, one thread: {min(gemm):.0f} to {max(gemm):.0f} GFLOP/s in GEMM "
+        f"(2048^3, fp32), {min(copy):.0f} to {max(copy):.0f} GB/s in copying (256 MB, read and "
+        "written).",
+    ]
+
+
 def growth() -> list[str]:
     kept = results("growth")
     if not kept:
@@ -188,8 +215,8 @@ def savings() -> list[str]:
     return [line for paragraph in told for line in ("", paragraph)]
 
 
-def table() -> str:
-    lines = [
+def speed() -> list[str]:
+    return [
         "| work: beside whom | model | threads | this project | the other | unit | ratio | aim | "
         "of this project, and the other |",
         "|---" * 9 + "|",
@@ -198,10 +225,95 @@ def table() -> str:
         *full(),
         *sampling(),
         *rl_step(),
+        *rates(),
+        *rl_parts(),
         *savings(),
         *growth(),
     ]
-    return "\n".join(lines) + "\n"
+
+
+def overlap() -> list[str]:
+    kept = results("overlap")
+    if not kept:
+        return []
+    names = {
+        "embedded": "embedded, two threads, in turns",
+        "served": "through a server, one thread each, in turns",
+        "overlapped": "through a server, one thread each, overlapped",
+    }
+    seeds = max(its["seeds"] for its in kept["ways"].values())
+    lines = [
+        f"| the default job on two cores, {seeds} seeds (`python benchmarks/overlap.py`) | s a "
+        "step | times the overlapped one's (range) | held out before | after, mean (range) |",
+        "|---" * 5 + "|",
+    ]
+    for way, its in kept["ways"].items():
+        ratio = ""
+        if way != "overlapped" and its["ratio"]:
+            ratio = "{:.2f} ({:.2f} to {:.2f})".format(its["ratio"], *its["ratio_range"])
+        after = "{:.3f} ({:.3f} to {:.3f})".format(its["eval_after"], *its["eval_after_range"])
+        lines.append(
+            f"| {names[way]} | {its['seconds_a_step']:.2f} | {ratio} | {its['eval_before']:.3f} | "
+            f"{after} |"
+        )
+    return lines
+
+
+def modes() -> list[str]:
+    kept = results("modes")
+    if not kept:
+        return []
+    lines = ["| mode | trained | s a step | peak, GB | command |", "|---" * 5 + "|"]
+    for row in kept["rows"]:
+        command = row["command"].replace("{mixture}", "runs/tiny-qwen3-moe")
+        lines.append(
+            f"| {row['mode']} | {row['trained']:,} | {row['seconds_a_step']:.2f} | "
+            f"{row['peak_memory_bytes'] / 1e9:.2f} | `{command}` |"
+        )
+    return lines
+
+
+def adapters() -> list[str]:
+    kept = results("adapters")
+    if not kept:
+        return []
+    counts = [n for n in kept["tiny"]["adapters"] if n != "1"]
+    lines = [
+        f"| 64 decode rows, rank 8 (`python benchmarks/adapters.py`) | {counts[0]} adapters | "
+        + " | ".join(counts[1:])
+        + " |",
+        "|---" * (1 + len(counts)) + "|",
+    ]
+    for model, name in (
+        ("tiny", "tiny checkpoint: time over that of one adapter"),
+        ("qwen3_06b", "Qwen3-0.6B's shapes (2 layers, no head): over one adapter"),
+    ):
+        rows, one = kept[model]["adapters"], kept[model]["adapters"]["1"]["together_ms"]
+        for what, told in (
+            (name, lambda r, one=one: f"{r['over_one'] - 1:+.0%}, {r['together_ms'] - one:.1f} ms"),
+            ("against one adapter after another", lambda r: f"{r['faster']:.1f} x"),
+            (
+                "what small batches alone allow: the base's passes; its matrix products",
+                lambda r: f"{r['bound_passes']:.1f} x; {r['bound_products']:.1f} x",
+            ),
+        ):
+            lines.append(f"| {what} | " + " | ".join(told(rows[n]) for n in counts) + " |")
+    return lines
+
+
+PARTS = {"speed": speed, "overlap": overlap, "modes": modes, "adapters": adapters}
+
+
+def renewed(text: str) -> str:
+    """The README with its parts made anew; ValueError if it lacks the marks of one."""
+    for name, make in PARTS.items():
+        marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL)
+        old = marks.findall(text)
+        if len(old) != 1:
+            raise ValueError(f"README.md has {len(old)} parts <!-- {name} -->, and not one")
+        new = "".join(f"{line}\n" for line in make()) or old[0]
+        text = marks.sub(lambda _, new=new: new, text)
+    return text
 
 
 def main() -> None:
@@ -209,7 +321,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args()
-    README.write_text(TABLE.sub(lambda _: table(), README.read_text()))
+    README.write_text(renewed(README.read_text()))
 
 
 if __name__ == "__main__":

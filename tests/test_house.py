@@ -319,9 +319,21 @@ def test_the_table_of_files_has_every_file_of_the_core():
     assert {path.name for path in ROOT.glob("*.py")} == {row for row in rows if row[-3:] == ".py"}
 
 
-def test_the_table_of_speed_is_that_of_the_result_files():
-    found = readme.TABLE.search((ROOT / "README.md").read_text())
-    assert found and found[0] == readme.table(), "python benchmarks/readme.py"
+def test_the_tables_of_benchmarks_are_those_of_the_result_files():
+    text = (ROOT / "README.md").read_text()
+    assert text == readme.renewed(text), "python benchmarks/readme.py"
+
+
+@pytest.mark.parametrize("part", readme.PARTS)
+def test_a_part_without_its_result_file_stays_and_one_without_marks_is_refused(part, monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    monkeypatch.setitem(readme.PARTS, part, lambda: ["of the files"])
+    changed = readme.renewed(text)
+    assert f"<!-- {part} -->\nof the files\n<!-- end of {part} -->" in changed
+    monkeypatch.setitem(readme.PARTS, part, list)
+    assert readme.renewed(changed) == changed
+    with pytest.raises(ValueError, match=f"<!-- {part} -->"):
+        readme.renewed(text.replace(f"<!-- {part} -->", ""))
 
 
 def test_a_name_that_does_not_exist_is_found():
