@@ -3,9 +3,9 @@
     PYTHON benchmarks/vllm_player.py CHECKPOINT ADAPTER SLOTS      started by sampling.py
 
 The engine lives in this process, so that its CPU time is this process's, and has a prefix cache,
-which is emptied before each work. Each prompt is computed in one step, as `tools/vllm_server.py` has
-it on a CPU. vLLM's own choice otherwise: enforce_eager is left at its default, which compiles nothing
-either where there is a LoRA (platforms/cpu.py of 0.32), and is a fifth faster.
+which is emptied before each work. Each prompt is computed in one step, as `tools/vllm_server.py`
+has it on a CPU. enforce_eager is left at vLLM's default, which with LoRA compiles nothing on a CPU
+either (platforms/cpu.py of 0.32), and is a fifth faster.
 """
 
 import argparse

@@ -359,7 +359,8 @@ def test_add_adapter_refuses_what_does_not_fit():
     add_adapter(model, "v1", lora, good)
     with pytest.raises(ValueError, match="there already"):
         add_adapter(model, "v1", lora, good)
-    for reserved in (TRAINABLE, "a.b", "", "train", "keys", "update", "training", "_keys"):  # ParameterDict has such
+    of_a_parameter_dict = ("train", "keys", "update", "training", "_keys")
+    for reserved in (TRAINABLE, "a.b", "", *of_a_parameter_dict):
         with pytest.raises(ValueError, match="cannot name"):
             add_adapter(model, reserved, lora, good)
 
