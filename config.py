@@ -229,6 +229,11 @@ def check_config(config: RunConfig, here: bool = True) -> None:
         raise ValueError(
             f"--temperature must be at least 0.01, not {config.temperature}: vLLM samples no colder"
         )
+    if getattr(config, "group_size", 2) == 1 and not (config.kl or config.eval_only):
+        raise ValueError(
+            "--group-size 1 has no other sample to compare with, so every advantage is 0 and "
+            "nothing is learned; take at least 2"
+        )
     if config.seed >= 2**63:
         raise ValueError(f"--seed must be below 2**63, not {config.seed}")
     if config.search_results >= 2**31:

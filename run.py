@@ -106,7 +106,10 @@ def open_run(config, name: str) -> Run:
         if changed:
             was = ", ".join(f"{key} = {before.get(key)!r}" for key in changed)
             free = ", ".join(f"--{key.replace('_', '-')}" for key in RESUMABLE if key in now)
-            raise ValueError(f"{directory}: on --resume {free} may differ; the run has {was}")
+            raise ValueError(
+                f"{directory}: on --resume {free} may differ; the run has {was} (without flags, "
+                f"--output {directory} --resume goes on with all that it has)"
+            )
         done = max(map(step_of, (directory / "checkpoints").glob("step_*")), default=0)
         if config.steps < done:
             raise ValueError(f"{directory}: has {done} steps already; --steps must be no fewer")
@@ -311,7 +314,8 @@ def peft_misses(model) -> list[str]:
 
 def run_name(config, job: str) -> str:
     kind = "full" if config.full else f"rank{config.rank}"
-    return f"{job}-{kind}-seed{config.seed}"
+    rehearsal = "rehearsal-" if getattr(config, "rehearse", False) else ""
+    return f"{rehearsal}{job}-{kind}-seed{config.seed}"
 
 
 def step_line(row: dict, run: Run, config) -> str:

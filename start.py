@@ -64,6 +64,12 @@ def check_model(config: RunConfig) -> None:
     """ValueError for a model that is not computed here, or not so, from its config.json alone:
     before its tokenizer is read, and before weights are downloaded."""
     shapes = Qwen3Config.from_pretrained(config.model)
+    widest = max(shapes.intermediate_size, shapes.num_attention_heads * shapes.head_dim)
+    if not config.full and config.rank > (most := min(shapes.hidden_size, widest)):
+        raise ValueError(
+            f"--rank {config.rank} is more than any matrix of {config.model} can use: an update of "
+            f"rank {most} reaches all that there is"
+        )
     if config.quantize != "none" and any(map(shapes.has_experts, range(shapes.num_hidden_layers))):
         raise ValueError(
             f"--quantize {config.quantize} packs linear layers, and {config.model} is a mixture of "

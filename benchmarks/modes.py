@@ -28,7 +28,16 @@ MODES = {
     "4-bit base (NF4)": ["train.py", "--rank", "8", "--quantize", "nf4", *GROUPS],
     "mixture of experts": ["train.py", "--rank", "8", "--model", "{mixture}", *GROUPS],
     "one step stale": ["train.py", "--rank", "8", "--max-staleness", "1", *GROUPS],
-    "two processes": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", *GROUPS],
+    "two processes": [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "--rank",
+        "8",
+        *GROUPS,
+    ],
     "supervised, LoRA": ["sft.py", "--rank", "8"],
     "supervised, full": ["sft.py", "--full", "--lr", "1.5e-4"],
 }

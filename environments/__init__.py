@@ -172,7 +172,8 @@ def read_lines(source: Source) -> list[str] | list[dict]:
             files = [f for f in found if fnmatch(f.relative_to(folder).as_posix(), train)]
         return [row for file in files for row in read_table(file).to_pylist()]
     except ImportError:
-        raise ImportError(f"{source}: parquet needs pip install 'lora-agent-rl[data]'") from None
+        needs = "parquet needs pip install pyarrow (the extra [data])"
+        raise ImportError(f"{source}: {needs}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{source} can't be read: line {line}: {error}") from None

@@ -32,6 +32,7 @@ import rollout
 import train
 from broadcast import CONFIG_FILE, TENSOR_FILE, list_published, save_adapter
 from chat import load_tokenizer
+from client import call
 from config import Config, to_toml
 from engine import Completion, Request, TorchEngine
 from environments import Task
@@ -824,6 +825,23 @@ def test_a_request_has_one_answer_even_if_its_end_cannot_be_told(serve, sent, st
         answers = b"".join(iter(lambda: visitor.recv(4096), b""))
     assert answers.startswith(f"HTTP/1.1 {status} ".encode()) and answers.count(b"HTTP/1.1") == 1
     assert len(server.calls) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    "route, body, message",
+    [
+        (COMPLETE, [], "the body must be a JSON object"),
+        (COMPLETE, {}, "'model' is missing"),
+        (COMPLETE, {"model": 3}, "model must be a string"),
+        (COMPLETE, {"model": "base", "prompt": [1], "max_tokens": 1, "n": 2}, "n 1"),
+        (LOAD, {"lora_name": "a"}, "'lora_path' is missing"),
+        (LOAD, {"lora_name": 3, "lora_path": 4}, "lora_name must be a string"),
+        (UNLOAD, {"lora_name": []}, "lora_name must be a string"),
+    ],
+)
+def test_a_body_that_asks_for_nothing_is_refused_by_its_field(serve, route, body, message):
+    answer = call(f"{serve().url}{route.removeprefix('POST ')}", body)
+    assert answer.status == 400 and message in answer.json()["error"]["message"]
 
 
 def test_a_server_by_two_spellings_is_guessed_when_it_refuses_the_second(serve, fresh):

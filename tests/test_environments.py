@@ -523,7 +523,7 @@ def test_parquet_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for source in ("willcb/rare-wiki-pages", tmp_path / "rows.parquet"):
-        with pytest.raises(ImportError, match=r"lora-agent-rl\[data\]"):
+        with pytest.raises(ImportError, match=r"pip install pyarrow \(the extra \[data\]\)"):
             read_rows(source, ("question",))
 
 

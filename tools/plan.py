@@ -493,7 +493,8 @@ def fits(config: Config, here: dict, server: dict, device: Device) -> str:
         return (
             f"does not fit {device.words}: {human(-free)} too many; lower --micro-tokens or --slots"
         )
-    return f"fits {device.words}: {human(free)} are left for what is not counted"
+    whose = "the run's own vLLM takes half of it, " if least == device.memory / 2 else ""
+    return f"fits {device.words}: {whose}{human(free)} are left for what is not counted"
 
 
 def assumptions(config: Config, device: Device) -> list[str]:

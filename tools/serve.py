@@ -111,12 +111,20 @@ class Server:
         try:
             if route not in self.routes:
                 raise Refused(404, f"no route {route}")
-            return 200, await self.routes[route](json.loads(body) if body else {})
+            content = json.loads(body) if body else {}
+            if not isinstance(content, dict):
+                raise Refused(400, "the body must be a JSON object")
+            for field in ("model", "lora_name", "lora_path"):
+                if not isinstance(content.get(field, ""), str):
+                    raise Refused(400, f"{field} must be a string")
+            return 200, await self.routes[route](content)
         except Refused as refused:
             status, message = refused.args
         except FloatingPointError as error:  # in the words of vLLM, by which a client knows it
             status, message = 400, f"Out of range float values are not JSON compliant: {error}"
-        except (KeyError, TypeError, ValueError, OSError) as error:  # the request's fault
+        except KeyError as error:
+            status, message = 400, f"{error} is missing"
+        except (TypeError, ValueError, OSError) as error:  # the request's fault
             status, message = 400, f"{type(error).__name__}: {error}"
         except (ArithmeticError, LookupError, RuntimeError) as error:
             status, message = 500, f"{type(error).__name__}: {error}"
@@ -139,6 +147,8 @@ class Server:
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         if (body.get("top_p", 1), body.get("top_k", 0), body.get("min_p", 0)) != (1, 0, 0):
             raise Refused(400, "only the full distribution is sampled: top_p 1, top_k 0, min_p 0")
+        if body.get("n", 1) != 1:
+            raise Refused(400, "one completion is sampled: n 1")
         request = Request(
             prompt_ids=body["prompt"],
             max_new_tokens=body["max_tokens"],

@@ -472,7 +472,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="of --chat; 0 is greedy")
     options = parser.parse_args(arguments)
     if (options.run is None) == (options.chat is None):
-        parser.error("name a run's directory, or an adapter by --chat")
+        parser.error("name one of the two: a run's directory, or an adapter by --chat")
     try:
         if options.chat:
             converse(options.chat, options.model, options.temperature)
