@@ -283,7 +283,7 @@ def draw(result: dict) -> Figure:
     learning.axhline(carried / 1000, color="black", ls=":", lw=1.5, label="rewards of an RL run")
     learning.set(xlabel="epoch", ylabel="kbit stored", title="facts learned by each rank")
     learning.set(ylim=(0, 1.08 * total))
-    learning.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.91))
+    learning.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.03), ncols=2)
     first = parameters_of(of(result["filled"], rank=ranks[0]))
     densities.bar("RL\n(rank 1)", carried / first, color="black")
     densities.set(xlabel="rank", title="bits a parameter, 95% over seeds")
