@@ -1,6 +1,6 @@
 """Two runs share one server, one of them is killed halfway, and the other notices nothing.
 
-    python -m experiments fleet            experiments/fleet.json, .md and .png; 6 minutes
+    python -m experiments fleet            experiments/fleet.json, .md and .png; 2 minutes
 
           run a, seed 0 ──┐    names a-1-0, a-1-1, ...    ┌─ one base, one cache, one batch:
                           ├──► tools/serve.py ────────────┤  rows of a and rows of b, each with
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 from experiments.runs import ROOT, RUNS
 
-MINUTES = 6  # on two cores that other programs keep busy too
+MINUTES = 2
 MODEL = ROOT / "assets" / "tiny-qwen3"
 STEPS, FLAGS = 6, "--groups 4 --group-size 6 --eval-size 32".split()
 QUICK_STEPS, QUICK_FLAGS = 4, "--groups 3 --group-size 4 --eval-size 8".split()

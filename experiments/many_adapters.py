@@ -43,7 +43,7 @@ from segments import Stack
 from start import load_environments
 from tools.plan import BYTES, model_shapes, parameters_of
 
-MINUTES = 6
+MINUTES = 3
 MODEL = ROOT / "assets" / "tiny-qwen3"
 LORA = LoRAConfig(rank=8)
 COUNTS, EPISODES, SEEDS = (1, 4, 16, 64), 64, (0, 1, 2)
