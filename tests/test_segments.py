@@ -95,7 +95,7 @@ names_of_rows = st.lists(st.sampled_from([None, "v0", "v1", "v2", "v3", "v4"]), 
 @example(  # segments of two lengths, in one product: what comes back is not in the rows' order
     config=tiny_config(),
     loras=[LoRAConfig(rank=2)] * 5,
-    held=[],
+    held=[{"v0", "v1", "v2"}],
     names=["v0", "v2", "v1", "v2", "v0"],
     T=2,
     seed=0,
