@@ -248,19 +248,21 @@ def rotary_angles(positions: Tensor, config: Qwen3Config, dtype) -> tuple[Tensor
     Half-split layout, as in Hugging Face's checkpoints: channel i turns together with i + C/2.
 
         [ x_0 ... x_{C/2-1} | x_{C/2} ... x_{C-1} ]      angle_i = position * theta^(-2i/C)
+
+    The sines of the first half are negative, so that rotate need not negate half of x.
     """
     channels = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     # Written as transformers does: theta^(-x) rounds otherwise, which 8,000 positions multiply.
     frequencies = 1.0 / config.rope_theta ** (channels / config.head_dim)
-    angles = positions[..., None].float() * frequencies
-    angles = torch.cat((angles, angles), dim=-1)[..., None, :]  # one for all heads
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = positions[..., None, None].float() * frequencies  # one for all heads
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies the rotary embedding to (..., heads, C)."""
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
+    turned = torch.cat((second, first), dim=-1)
     if x.dtype == torch.bfloat16:  # each product rounded, as checkpoints were trained
         return x * cos + turned * sin
     return torch.addcmul(x * cos, turned, sin)
