@@ -43,10 +43,10 @@ MODES = {
 }
 
 
-def step_ends(command: list[str]) -> list[float]:
-    """Runs it; the times at which the lines of its steps came out."""
+def step_ends(command: list[str], **options) -> list[float]:
+    """Runs it, options as for Popen; the times at which the lines of its steps came out."""
     ends = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         for line in process.stdout:
             if line.startswith("step "):
                 ends.append(time.monotonic())
@@ -71,7 +71,7 @@ def main() -> None:
             output = Path(scratch) / str(number)
             flags = [flag.replace("{mixture}", str(mixture)) for flag in flags]
             command = [sys.executable, *flags, *SHORT, "--output", str(output)]
-            ends = step_ends(command)
+            ends = step_ends(command, cwd=ROOT)
             summary = json.loads((output / "summary.json").read_text())
             row = {
                 "mode": mode,

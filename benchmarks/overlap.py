@@ -25,14 +25,13 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks.modes import step_ends  # noqa: E402
 from tools.vllm_server import TorchServer  # noqa: E402
 
 MODEL = str(ROOT / "assets" / "tiny-qwen3")
@@ -46,13 +45,7 @@ WAYS = {
 def run(output: Path, flags: list[str]) -> dict:
     """One run of train.py; the times at which its lines came out are its steps' ends."""
     command = [sys.executable, str(ROOT / "train.py"), "--output", str(output), *flags]
-    load, ends = os.getloadavg()[0], []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("step "):
-                ends.append(time.monotonic())
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
+    load, ends = os.getloadavg()[0], step_ends(command)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((output / "summary.json").read_text())
     seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]

@@ -367,16 +367,16 @@ def criteria(rows: list[dict]) -> dict[str, bool | None]:
     """The criteria that mismatch.md states, each with whether it holds."""
     found = by_comparison(rows)
 
-    def ratio(key: str, above: tuple, below: tuple) -> list[float]:
-        """Its log10, in each seed."""
-        pairs = zip(logs(found[above], key), logs(found[below], key), strict=True)
-        return [over - under for over, under in pairs]
+    def ratio(key: str, one: tuple, other: tuple) -> list[float]:
+        """Log10 of one comparison's number over another's, in each seed."""
+        seeds = zip(logs(found[one], key), logs(found[other], key), strict=True)
+        return [over - under for over, under in seeds]
 
     held = {}
     for engine in engines_of(rows):
         plain = {d: (engine, d, d, "unmerged", 1.0) for d in SHORT.values()}
         merged = {d: (engine, d, d, "merged", 1.0) for d in SHORT.values()}
-        colder = {d: (engine, d, d, "unmerged", 0.7) for d in SHORT.values()}
+        cold = {d: (engine, d, d, "unmerged", 0.7) for d in SHORT.values()}
         largest = {
             dtype: max(
                 row["mismatch_max"]
@@ -387,7 +387,7 @@ def criteria(rows: list[dict]) -> dict[str, bool | None]:
         }
         means = ratio("mismatch_mean", plain["bf16"], plain["fp32"])
         merging = {d: ratio("mismatch_kl", merged[d], plain[d]) for d in plain}
-        colder = {d: ratio("mismatch_mean", colder[d], plain[d]) for d in plain}
+        colder = {d: ratio("mismatch_mean", cold[d], plain[d]) for d in plain}
         held |= {
             f"1 {engine}: fp32 below 1e-4, largest {largest['fp32']:.1e}": largest["fp32"] < 1e-4,
             f"2 {engine}: bf16 below 0.5, largest {largest['bf16']:.2g}": largest["bf16"] < 0.5,
