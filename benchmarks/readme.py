@@ -232,45 +232,44 @@ def speed() -> list[str]:
     ]
 
 
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Of cells; nothing where there are no rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return [lines[0], "|---" * len(heads) + "|", *lines[1:]] if rows else []
+
+
 def overlap() -> list[str]:
-    kept = results("overlap")
-    if not kept:
-        return []
     names = {
         "embedded": "embedded, two threads, in turns",
         "served": "through a server, one thread each, in turns",
         "overlapped": "through a server, one thread each, overlapped",
     }
-    seeds = max(its["seeds"] for its in kept["ways"].values())
-    lines = [
-        f"| the default job on two cores, {seeds} seeds (`python benchmarks/overlap.py`) | s a "
-        "step | times the overlapped one's (range) | held out before | after, mean (range) |",
-        "|---" * 5 + "|",
-    ]
-    for way, its in kept["ways"].items():
+    ways, rows = dict(results("overlap")).get("ways", {}), []
+    for way, its in ways.items():
         ratio = ""
         if way != "overlapped" and its["ratio"]:
             ratio = "{:.2f} ({:.2f} to {:.2f})".format(its["ratio"], *its["ratio_range"])
         after = "{:.3f} ({:.3f} to {:.3f})".format(its["eval_after"], *its["eval_after_range"])
-        lines.append(
-            f"| {names[way]} | {its['seconds_a_step']:.2f} | {ratio} | {its['eval_before']:.3f} | "
-            f"{after} |"
-        )
-    return lines
+        seconds, before = f"{its['seconds_a_step']:.2f}", f"{its['eval_before']:.3f}"
+        rows.append((names[way], seconds, ratio, before, after))
+    seeds = max((its["seeds"] for its in ways.values()), default=0)
+    job = f"the default job on two cores, {seeds} seeds (`python benchmarks/overlap.py`)"
+    times = "times the overlapped one's (range)"
+    return table((job, "s a step", times, "held out before", "after, mean (range)"), rows)
 
 
 def modes() -> list[str]:
-    kept = results("modes")
-    if not kept:
-        return []
-    lines = ["| mode | trained | s a step | peak, GB | command |", "|---" * 5 + "|"]
-    for row in kept["rows"]:
-        command = row["command"].replace("{mixture}", "runs/tiny-qwen3-moe")
-        lines.append(
-            f"| {row['mode']} | {row['trained']:,} | {row['seconds_a_step']:.2f} | "
-            f"{row['peak_memory_bytes'] / 1e9:.2f} | `{command}` |"
+    rows = [
+        (
+            row["mode"],
+            f"{row['trained']:,}",
+            f"{row['seconds_a_step']:.2f}",
+            f"{row['peak_memory_bytes'] / 1e9:.2f}",
+            f"`{row['command'].replace('{mixture}', 'runs/tiny-qwen3-moe')}`",
         )
-    return lines
+        for row in dict(results("modes")).get("rows", [])
+    ]
+    return table(("mode", "trained", "s a step", "peak, GB", "command"), rows)
 
 
 def adapters() -> list[str]:
